@@ -1,0 +1,89 @@
+// The C boundary: the only place where exceptions stop.
+
+#include "engine.h"
+#include "hook.h"
+#include "llama.h"
+#include "speculoe/speculoe.h"
+
+#include <cstdio>
+#include <new>
+#include <stdexcept>
+
+struct spo_engine {
+    spo::engine engine;
+    std::string text; // what the last call returned a pointer to
+
+    explicit spo_engine(const spo_params & params) : engine(params) {}
+};
+
+namespace {
+
+bool should_abort(void * data) { return static_cast<spo_engine *>(data)->engine.should_abort(); }
+
+} // namespace
+
+extern "C" {
+
+int32_t spo_abi_version(void) { return SPO_ABI_VERSION; }
+
+spo_status spo_engine_new(const spo_params * params, spo_engine ** out, char * error, size_t error_size) {
+    *out              = nullptr;
+    const auto refuse = [&](spo_status status, const char * line) {
+        if (error && error_size > 0) {
+            std::snprintf(error, error_size, "%s", line);
+        }
+        return status;
+    };
+    try {
+        *out = new spo_engine(*params);
+        return SPO_OK;
+    } catch (const std::bad_alloc &) {
+        return refuse(SPO_ERR_MEMORY, "expert slots do not fit into memory; use a smaller --expert-budget");
+    } catch (const spo::source_error & e) {
+        return refuse(SPO_ERR_SOURCE, e.what());
+    } catch (const std::exception & e) {
+        return refuse(SPO_ERR_INVALID, e.what());
+    }
+}
+
+void spo_engine_free(spo_engine * engine) { delete engine; }
+
+spo_status spo_engine_attach(spo_engine * engine, llama_context * ctx) {
+    llama_set_moe_hook(ctx, spo::moe_hook, &engine->engine);
+    llama_set_abort_callback(ctx, should_abort, engine);
+    return SPO_OK;
+}
+
+void spo_engine_detach(spo_engine *, llama_context * ctx) {
+    llama_set_moe_hook(ctx, nullptr, nullptr);
+    llama_set_abort_callback(ctx, nullptr, nullptr);
+}
+
+void spo_engine_cancel(spo_engine * engine, int32_t cancelled) { engine->engine.cancel(cancelled != 0); }
+
+const char * spo_engine_take_error(spo_engine * engine) {
+    engine->text = engine->engine.take_error();
+    return engine->text.c_str();
+}
+
+int32_t spo_engine_prefetch(spo_engine * engine, int32_t layer, const int32_t * experts, int32_t n) {
+    try {
+        return engine->engine.prefetch(layer, experts, n);
+    } catch (const std::exception & e) {
+        engine->engine.fail(e.what());
+        return 0;
+    }
+}
+
+void spo_engine_get_stats(spo_engine * engine, spo_stats * out) { *out = engine->engine.stats(); }
+
+spo_status spo_engine_check(spo_engine * engine) {
+    const std::string broken = engine->engine.check();
+    if (broken.empty()) {
+        return SPO_OK;
+    }
+    engine->engine.fail(broken);
+    return SPO_ERR_INVALID;
+}
+
+} // extern "C"

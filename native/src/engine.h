@@ -1,0 +1,152 @@
+// One model's experts in the fast tier: who is where, what is on its way, and the waiting of the
+// compute thread. Everything that graphs, uploads and callers share meets here, under one lock.
+#pragma once
+
+#include "bank.h"
+#include "link.h"
+#include "slots.h"
+#include "source.h"
+#include "speculoe/speculoe.h"
+#include "staging.h"
+#include "uploads.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace spo {
+
+class engine;
+
+// One expert tensor of the model.
+struct matrix {
+    engine *     owner;
+    std::string  name;
+    int          index;    // among all matrices
+    int          layer;    // index into layers
+    int          position; // within its layer, in the order graphs use them
+    matrix_shape shape;
+    int          n_expert;
+    int          file;
+    uint64_t     offset;
+};
+
+struct moe_layer {
+    engine * owner;
+    int      block; // number in tensor names
+    int      pool;
+    int      pool_layer; // index within the pool
+    int      first;      // its first matrix
+    int      n_matrices;
+    int      n_expert;
+    size_t   expert_bytes;
+};
+
+// Slots of one or more layers of the same shapes.
+struct slot_pool {
+    struct transfer { // what is on its way into a slot
+        uint64_t id        = 0;
+        int      remaining = 0;
+        bool     failed    = false;
+    };
+
+    slot_table              table;
+    std::vector<buffer_ptr> memory;    // one per position
+    std::vector<bank>       banks;     // one per position, n_slots + 1 experts: CUDA reads past the last
+    std::vector<transfer>   transfers; // one per slot
+    int                     probation; // slots that unused predictions may hold
+};
+
+// ids of a router, as a strided view into its tensor
+struct id_view {
+    const char * data;
+    int64_t      n_used;
+    int64_t      n_tokens;
+    size_t       nb0;
+    size_t       nb1;
+
+    int32_t at(int64_t i, int64_t t) const { return *reinterpret_cast<const int32_t *>(data + i * nb0 + t * nb1); }
+};
+
+class engine {
+public:
+    explicit engine(const spo_params & params);   // throws std::exception
+    ~engine()                          = default; // the queue goes first and joins its threads
+    engine(const engine &)             = delete;
+    engine & operator=(const engine &) = delete;
+
+    // --- graph building (hook.cpp)
+    const matrix *    find(const char * tensor_name) const;
+    const moe_layer & layer(int index) const { return layers_[index]; }
+    slot_pool &       pool_of(const matrix & m) { return pools_[layers_[m.layer].pool]; }
+    staging &         stages() { return *staging_; }
+
+    // --- compute thread, inside a graph
+    // Makes the experts of a decode step resident and pinned; writes their slots, packed.
+    void acquire(int layer, const id_view & ids, int32_t * slots);
+    // Makes the experts of one matrix present in its stage, and starts on the next matrix.
+    void stream(const matrix & m, const id_view & ids);
+    // True when the graph should end: cancelled, or an upload failed.
+    bool should_abort() const { return cancelled_.load() || failed_.load(); }
+
+    // --- callers
+    void cancel(bool on) {
+        cancelled_ = on;
+        landed_.notify_all();
+    }
+    std::string take_error();
+    void        fail(const std::string & line);
+    int         prefetch(int block, const int32_t * experts, int n);
+    spo_stats   stats();
+    std::string check();
+
+private:
+    using lock = std::unique_lock<std::mutex>;
+
+    void read_layout(const spo_params & params);
+    void make_pools(const spo_params & params);
+    void release_pins();                                                  // under the lock
+    int  start_upload(int layer, int expert, bool predicted);             // under the lock; slot or -1
+    void enqueue(int layer, int expert, int slot, bool predicted);        // under the lock
+    void fill_slot(const matrix & m, int expert, int slot);               // any thread, without the lock
+    void fill(bank & to, int i, const matrix & m, int expert, int count); // throws source_error
+    void copy_landed(int layer, int expert, int slot, int copies, size_t bytes, bool failed);
+    void wait(lock & held, uint64_t & stall_ns, const std::function<bool()> & done);
+
+    void fill_stage(const matrix & m, const std::vector<uint8_t> & needed); // under the lock
+    void stage_read(const matrix & m, int expert, int count);
+    void stage_copy(const matrix & m, int expert, int slot);
+    void stage_landed(const matrix & m, int expert, int count, bool failed);
+
+    struct pinned {
+        int pool, slot, layer, expert;
+    };
+
+    std::vector<matrix>                     matrices_;
+    std::vector<moe_layer>                  layers_;
+    std::unordered_map<std::string, int>    by_name_;
+    std::unordered_map<int, int>            by_block_;
+    std::vector<ggml_backend_buffer_type_t> bufts_; // [matrix]
+    int                                     repacked_ = 0;
+    file_source                             source_;
+    modelled_link                           link_;
+
+    std::mutex                        mutex_;
+    std::condition_variable           landed_;
+    std::vector<slot_pool>            pools_;   // guarded by mutex_ (tables, transfers)
+    std::unique_ptr<staging>          staging_; // guarded by mutex_ (stages)
+    std::vector<std::vector<uint8_t>> staged_;  // [matrix][expert] 0 no, 1 on its way, 2 there
+    std::vector<pinned>               pinned_;  // by the running graph
+    spo_stats                         stats_{};
+    std::string                       error_;
+    uint64_t                          next_id_ = 1;
+
+    std::atomic<bool>             cancelled_{ false };
+    std::atomic<bool>             failed_{ false };
+    std::unique_ptr<upload_queue> queue_; // last: joins before anything it uses goes
+};
+
+} // namespace spo

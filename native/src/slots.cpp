@@ -1,0 +1,105 @@
+#include "slots.h"
+
+namespace spo {
+
+slot_table::slot_table(int n_slots, int n_layers, int n_expert, std::unique_ptr<policy> order) :
+    n_layers_(n_layers),
+    n_expert_(n_expert),
+    slots_(size_t(n_slots)),
+    slot_of_(size_t(n_layers) * n_expert, -1),
+    order_(std::move(order)) {}
+
+// Among equals, the layer that runs again last goes first: in a shared pool the experts of layers
+// just executed have a whole token to come back, those of the next layers do not.
+int slot_table::victim(int for_layer, bool predicted) const {
+    int    best     = -1;
+    double worth    = 0;
+    int    distance = 0;
+    for (int i = 0; i < size(); ++i) {
+        const slot & s = slots_[i];
+        if (s.state == slot_state::empty) {
+            return i;
+        }
+        if (s.state == slot_state::loading || s.pins > 0 || (predicted && !s.predicted)) {
+            continue;
+        }
+        const double w = order_->worth(s.layer, s.expert);
+        const int    d = (s.layer - for_layer + n_layers_) % n_layers_;
+        if (best < 0 || w < worth || (w == worth && d > distance)) {
+            best     = i;
+            worth    = w;
+            distance = d;
+        }
+    }
+    return best;
+}
+
+std::optional<int> slot_table::claim(int layer, int expert, bool predicted, slot * evicted) {
+    const int index = victim(layer, predicted);
+    if (index < 0) {
+        return std::nullopt;
+    }
+    slot & s = slots_[index];
+    if (evicted) {
+        *evicted = s;
+    }
+    unbind(s);
+    s.state     = slot_state::loading;
+    s.layer     = layer;
+    s.expert    = expert;
+    s.predicted = predicted;
+    predicted_ += predicted;
+    slot_of_[size_t(layer) * n_expert_ + expert] = index;
+    return index;
+}
+
+void slot_table::ready(int index) { slots_[index].state = slot_state::ready; }
+
+void slot_table::abandon(int index) { unbind(slots_[index]); }
+
+void slot_table::unbind(slot & s) {
+    if (s.state != slot_state::empty) {
+        slot_of_[size_t(s.layer) * n_expert_ + s.expert] = -1;
+    }
+    predicted_ -= s.predicted;
+    s = slot{};
+}
+
+void slot_table::use(int layer, int expert) {
+    order_->use(layer, expert);
+    const int index = find(layer, expert);
+    if (index >= 0 && slots_[index].predicted) {
+        slots_[index].predicted = false;
+        predicted_ -= 1;
+    }
+}
+
+std::string slot_table::check() const {
+    int bound = 0, predicted = 0;
+    for (int i = 0; i < size(); ++i) {
+        const slot & s = slots_[i];
+        if (s.state == slot_state::empty) {
+            if (s.pins != 0) {
+                return "empty slot " + std::to_string(i) + " is pinned";
+            }
+            continue;
+        }
+        bound += 1;
+        predicted += s.predicted;
+        if (s.pins < 0) {
+            return "slot " + std::to_string(i) + " has " + std::to_string(s.pins) + " pins";
+        }
+        if (find(s.layer, s.expert) != i) {
+            return "slot " + std::to_string(i) + " is not where its expert is looked up";
+        }
+    }
+    for (const int index : slot_of_) {
+        bound -= index >= 0;
+    }
+    if (bound != 0) {
+        return "an expert is looked up in a slot that is not its own";
+    }
+    return predicted == predicted_ ? "" : "count of predicted slots is off";
+}
+
+} // namespace spo

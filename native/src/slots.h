@@ -1,0 +1,65 @@
+// Which expert sits in which slot of a pool. Knows nothing about bytes: uploads bring them, banks
+// hold them. Not thread-safe; the engine's lock guards it.
+#pragma once
+
+#include "policy.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace spo {
+
+enum class slot_state { empty, loading, ready };
+
+struct slot {
+    slot_state state     = slot_state::empty;
+    int        layer     = -1; // within the pool
+    int        expert    = -1;
+    int        pins      = 0;     // graphs or copies that read or will read it; never evicted above 0
+    bool       predicted = false; // brought by a prediction and not asked for since
+};
+
+class slot_table {
+public:
+    slot_table(int n_slots, int n_layers, int n_expert, std::unique_ptr<policy> order);
+
+    int          size() const { return int(slots_.size()); }
+    const slot & at(int index) const { return slots_[index]; }
+
+    // The slot that holds or awaits the expert, or -1.
+    int find(int layer, int expert) const { return slot_of_[size_t(layer) * n_expert_ + expert]; }
+
+    // A free slot bound to the expert and `loading`; evicts the least worthy ready slot that is not
+    // pinned. nullopt when every slot is pinned or loading. `evicted` (if not null) gets what left.
+    std::optional<int> claim(int layer, int expert, bool predicted, slot * evicted = nullptr);
+
+    // Its bytes have landed.
+    void ready(int index);
+    // They never will: back to empty.
+    void abandon(int index);
+
+    void step(int layer) { order_->step(layer); }
+    void use(int layer, int expert);
+    void pin(int index) { slots_[index].pins += 1; }
+    void unpin(int index) { slots_[index].pins -= 1; }
+
+    int predicted() const { return predicted_; } // slots on probation
+
+    // "" or the first broken invariant.
+    std::string check() const;
+
+private:
+    int  victim(int for_layer, bool predicted) const;
+    void unbind(slot & s);
+
+    int                     n_layers_;
+    int                     n_expert_;
+    int                     predicted_ = 0;
+    std::vector<slot>       slots_;
+    std::vector<int>        slot_of_; // [layer][expert]
+    std::unique_ptr<policy> order_;
+};
+
+} // namespace spo

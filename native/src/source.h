@@ -1,0 +1,48 @@
+// Where expert weights come from: ranges of GGUF files.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace spo {
+
+// One line: file, offset, length, reason.
+struct source_error : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class file_source {
+public:
+    // Throws source_error when a file cannot be opened.
+    file_source(const std::vector<std::string> & paths, int kind);
+    ~file_source();
+    file_source(const file_source &)             = delete;
+    file_source & operator=(const file_source &) = delete;
+
+    // Fills `to` with bytes [offset, offset + size) of a file; all or source_error. Any thread.
+    void read(int file, uint64_t offset, size_t size, void * to) const;
+
+    int kind() const { return kind_; } // spo_source in use, after falling back
+
+private:
+    struct opened {
+        std::string path;
+        int         fd       = -1;
+        uint8_t *   mapped   = nullptr;
+        uint64_t    map_size = 0;
+    };
+
+    void open(opened & file);
+    void close_all();
+    void read_buffered(const opened & file, uint64_t offset, size_t size, uint8_t * to) const;
+    void read_direct(const opened & file, uint64_t offset, size_t size, uint8_t * to) const;
+    void read_mapped(const opened & file, uint64_t offset, size_t size, uint8_t * to) const;
+
+    int                 kind_;
+    std::vector<opened> files_;
+};
+
+} // namespace spo
