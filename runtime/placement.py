@@ -1,0 +1,295 @@
+"""Decide how many expert slots each layer gets from a memory budget. Pure arithmetic.
+
+Takes a `ModelMap` and a `Budget`, gives a `Placement`: pools of slots, staging for prompts, and why.
+Allocates nothing, measures nothing and knows no device; who calls it says how much memory there is.
+
+A pool is one bank per matrix kind whose slots are shared by the layers of the pool. A prompt, which
+wants more experts than a pool holds, streams whole matrices through the staging buffers instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby
+from typing import Literal
+
+from speculoe_local.runtime.errors import BudgetError, OptionError
+from speculoe_local.runtime.modelmap import ModelMap, MoeLayer
+
+__all__ = ["Budget", "Placement", "Pool", "describe", "format_bytes", "parse_budget", "plan"]
+
+DEFAULT_RESERVE_BYTES = 512 << 20  # context, compute buffers and the program itself, for `auto`
+_ROOMY = 8  # a second staging buffer comes when two take at most this part of the budget
+_UNITS = {unit: 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))}
+_UNITS |= {unit: 1024**power for power, unit in enumerate(("ki", "mi", "gi", "ti"), start=1)}
+_BUDGET = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) ?(%|[kmgt]?i?b?)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory for experts as asked for: bytes, or a share of all routed experts, or neither (auto)."""
+
+    text: str
+    nbytes: int | None = None
+    share: Fraction | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.nbytes is None and self.share is None
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Slots shared by `layers` (indices in the model); one slot of all its banks is `slot_bytes`.
+
+    A bank is allocated with one slot more than `slots`; see `Placement.spare_bytes`.
+    """
+
+    layers: tuple[int, ...]
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What to allocate. `used_bytes`, slots and staging, never exceeds `budget_bytes`.
+
+    `residency` is slots over all routed experts, `smallest_bytes` the smallest budget that works.
+    A resident or dense model has neither pools nor staging: it runs as upstream runs it.
+    """
+
+    kind: Literal["resident", "slotted", "dense"]
+    pools: tuple[Pool, ...]
+    staging_bytes: int
+    staging_buffers: int
+    budget_bytes: int
+    used_bytes: int
+    residency: float
+    smallest_bytes: int
+    reason: str
+
+    @property
+    def slots(self) -> int:
+        return sum(pool.slots for pool in self.pools)
+
+    @property
+    def spare_bytes(self) -> int:
+        """The spare slot of each pool's banks, which comes from the reserve and not the budget."""
+        return sum(pool.slot_bytes for pool in self.pools)
+
+
+def parse_budget(text: str) -> Budget:
+    """Read `2GiB`, `512 MB`, `1.5g`, `123456` (bytes), `25%` (of all routed experts) or `auto`.
+
+    KiB, MiB, GiB, TiB are powers of 1024, kB, MB, GB, TB powers of 1000; the B and the case are
+    free. Raises OptionError for anything else, above 100% and from 2^63 bytes on.
+    """
+    asked = text.strip()
+    if asked.lower() == "auto":
+        return Budget("auto")
+    match = _BUDGET.fullmatch(asked.lower())
+    unit = match[2].removesuffix("b") if match else "?"
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise OptionError(
+            f"--expert-budget {asked[:40]!r} is not a size; use for example 2GiB, 512MiB, 25% or auto"
+        )
+    number = Fraction(match[1])
+    if unit == "%":
+        if number > 100:
+            raise OptionError(f"--expert-budget {asked} is above 100%; use at most 100%")
+        return Budget(asked, share=number / 100)
+    nbytes = int(number * _UNITS[unit])
+    if nbytes >= 1 << 63:
+        raise OptionError(f"--expert-budget {asked} is not below 2^63 bytes; use 100% or less")
+    return Budget(asked, nbytes=nbytes)
+
+
+def plan(
+    model: ModelMap,
+    budget: Budget,
+    *,
+    available_bytes: int | None = None,
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES,
+) -> Placement:
+    """Spend `budget` on slots for the experts of `model`.
+
+    `auto` needs `available_bytes`, the fast memory that is free before loading: all experts stay
+    resident if they, the other weights and `reserve_bytes` fit in it, otherwise slots get what is
+    left.
+
+    Raises BudgetError, naming the smallest budget that works, if one token's experts do not fit;
+    OptionError for `auto` without `available_bytes`.
+    """
+    if not model.is_moe:
+        return Placement("dense", (), 0, 0, 0, 0, 1.0, 0, "the model has no routed experts")
+    slot_bytes = [layer.expert_bytes for layer in model.layers]
+    staging = _staging_bytes(model)
+    floor = _slots_bytes(_shared(model, slot_bytes, 0))
+    smallest = min(floor + staging, model.routed_bytes)
+
+    budget_bytes = _resolve(model, budget, available_bytes, reserve_bytes, sum(slot_bytes))
+    if budget_bytes >= model.routed_bytes:
+        reason = f"all {format_bytes(model.routed_bytes)} of experts fit"
+        return Placement(
+            "resident", (), 0, 0, budget_bytes, model.routed_bytes, 1.0, smallest, reason
+        )
+    if budget_bytes < smallest:
+        raise BudgetError(_refusal(model, budget, budget_bytes, smallest))
+
+    # The budget that first affords the second buffer must not get fewer slots than a smaller one
+    # did, so just below the threshold what the buffer will take stays unspent.
+    threshold = max(_ROOMY * 2 * staging, floor + 2 * staging)
+    buffers = 2 if budget_bytes >= threshold else 1
+    usable = budget_bytes if buffers == 2 else min(budget_bytes, threshold - staging)
+    pools, reason = _pools(model, slot_bytes, usable - buffers * staging)
+    return Placement(
+        kind="slotted",
+        pools=pools,
+        staging_bytes=staging,
+        staging_buffers=buffers,
+        budget_bytes=budget_bytes,
+        used_bytes=_slots_bytes(pools) + buffers * staging,
+        residency=sum(p.slots for p in pools) / sum(layer.n_expert for layer in model.layers),
+        smallest_bytes=smallest,
+        reason=reason,
+    )
+
+
+def describe(placement: Placement) -> str:
+    """A few lines for people: slots by layer, staging, and what was used of the budget."""
+    if placement.kind != "slotted":
+        return f"{placement.kind}: {placement.reason}"
+    lines = [f"slotted: {placement.residency:.1%} of experts have a slot, {placement.reason}"]
+    for (slots, nbytes), group in groupby(placement.pools, lambda p: (p.slots, p.slot_bytes)):
+        pools = list(group)
+        each = "each " if len(pools) > 1 else "" if len(pools[0].layers) == 1 else "together "
+        numbers = [layer for pool in pools for layer in pool.layers]
+        noun = "layers" if len(numbers) > 1 else "layer"
+        lines.append(f"  {noun} {_ranges(numbers)}: {each}{slots} slots of {format_bytes(nbytes)}")
+    lines.append(
+        f"  prompts: {placement.staging_buffers} x {format_bytes(placement.staging_bytes)} of staging"
+    )
+    lines.append(
+        f"  budget: {format_bytes(placement.used_bytes)} of {format_bytes(placement.budget_bytes)} "
+        f"used; the smallest that works is {format_bytes(placement.smallest_bytes, up=True)}"
+    )
+    return "\n".join(lines)
+
+
+def format_bytes(nbytes: int, *, up: bool = False) -> str:
+    """`nbytes` with one decimal in the largest unit of 1024 that keeps it at 1 or more.
+
+    With `up` it is rounded up, so that what is shown is enough.
+    """
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            tenths = Fraction(nbytes * 10, 1024**power)
+            return f"{(-(-tenths // 1) if up else round(tenths)) / 10:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def _pools(
+    model: ModelMap, slot_bytes: list[int], slot_budget: int
+) -> tuple[tuple[Pool, ...], str]:
+    """Slots of its own for each layer if each gets its k, else slots shared by equal layers."""
+    layers = model.layers
+    needed = sum(layer.n_expert_used * n for layer, n in zip(layers, slot_bytes, strict=True))
+    if needed > slot_budget:
+        pools = _shared(model, slot_bytes, slot_budget)
+        return pools, f"layers share slots, own ones need {format_bytes(needed, up=True)}"
+    own = [layer.index for layer in layers]
+    pools = _fill(layers, own, [layer.n_expert for layer in layers], slot_bytes, slot_budget)
+    return pools, "each layer has slots of its own"
+
+
+def _shared(model: ModelMap, slot_bytes: list[int], slot_budget: int) -> tuple[Pool, ...]:
+    """One pool per shape class, never more slots than the k of its layers add up to."""
+    classes = [layer.shape_class for layer in model.layers]
+    limits = [layer.n_expert_used for layer in model.layers]
+    return _fill(model.layers, classes, limits, slot_bytes, slot_budget)
+
+
+def _fill(
+    layers: tuple[MoeLayer, ...],
+    pool_of: Sequence[Hashable],
+    limits: list[int],
+    slot_bytes: list[int],
+    slot_budget: int,
+) -> tuple[Pool, ...]:
+    """Give each pool the k of its layers, then deal slots round by round, first layers first.
+
+    Layer i belongs to pool `pool_of[i]` and takes part in `limits[i]` rounds. The order of dealing is
+    fixed and ends at the first slot that does not fit, so a larger budget never means fewer slots;
+    less than one slot of the largest layer stays unspent. The k are given whatever the budget.
+    """
+    slots: dict[Hashable, int] = {}
+    members: dict[Hashable, list[int]] = {}
+    cost: dict[Hashable, int] = {}
+    for layer, key, nbytes in zip(layers, pool_of, slot_bytes, strict=True):
+        slots[key] = max(slots.get(key, 0), layer.n_expert_used)
+        members.setdefault(key, []).append(layer.index)
+        cost[key] = nbytes
+    left = slot_budget - sum(slots[key] * cost[key] for key in slots)
+    dealt = dict.fromkeys(slots, 0)
+    for key in (
+        k for r in range(max(limits)) for k, n in zip(pool_of, limits, strict=True) if r < n
+    ):
+        dealt[key] += 1
+        if dealt[key] <= slots[key]:
+            continue
+        left -= cost[key]
+        if left < 0:
+            break
+        slots[key] += 1
+    return tuple(Pool(tuple(members[key]), slots[key], cost[key]) for key in slots)
+
+
+def _resolve(
+    model: ModelMap, budget: Budget, available: int | None, reserve: int, spare: int
+) -> int:
+    """The budget in bytes; `spare` is what the spare slots of all layers take."""
+    if budget.nbytes is not None:
+        return budget.nbytes
+    if budget.share is not None:
+        return int(budget.share * model.routed_bytes)
+    if available is None:
+        raise OptionError(
+            "--expert-budget auto cannot be used, the free memory is unknown; give a size such as 25%"
+        )
+    left = max(available - model.other_bytes - reserve, 0)
+    return left if left >= model.routed_bytes else max(left - spare, 0)
+
+
+def _refusal(model: ModelMap, budget: Budget, budget_bytes: int, smallest: int) -> str:
+    tenths = -(-smallest * 1000 // model.routed_bytes)  # rounded up: what is shown must work
+    percent = f"{tenths / 10:.1f}".removesuffix(".0") + "%"
+    leaves = f" leaves {format_bytes(budget_bytes)}, which" if budget.is_auto else ""
+    first = "free memory or use" if budget.is_auto else "use"
+    return (
+        f"--expert-budget {budget.text}{leaves} is below the {format_bytes(smallest, up=True)} "
+        f"({percent}) that one token of this model needs; {first} at least {percent}"
+    )
+
+
+def _staging_bytes(model: ModelMap) -> int:
+    """One buffer per weight type, as large as the largest matrix of it: layouts do not mix."""
+    largest: dict[int, int] = {}
+    for matrix in (matrix for layer in model.layers for matrix in layer.matrices):
+        largest[matrix.ggml_type] = max(largest.get(matrix.ggml_type, 0), matrix.nbytes)
+    return sum(largest.values())
+
+
+def _slots_bytes(pools: tuple[Pool, ...]) -> int:
+    return sum(pool.slots * pool.slot_bytes for pool in pools)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-3, 7` for 0, 1, 2, 3, 7."""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
