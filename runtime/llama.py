@@ -1,0 +1,222 @@
+"""One llama.cpp model and context, as far as we use them: tokens in, logits out.
+
+A thin typed layer over the bindings. Knows nothing about experts except that their tensors may be
+left on disk (`lazy_experts`), and nothing about chat.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from speculoe_local.runtime.errors import BackendError, ModelError
+from speculoe_local.runtime.lib import llama, log
+
+__all__ = ["Context", "Model", "Vocabulary"]
+
+# Expert weights that slots serve: mapped but never touched (patches/llama-lazy-override.patch).
+_EXPERT_TENSORS = rb"blk\.[0-9]+\.ffn_(up|gate|down|gate_up)_exps\.weight"
+_LOAD_WHOLE = 0  # LLAMA_LOAD_MODE_NONE: read into memory of our own, safe from a file that shrinks
+
+
+class _BuftOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override; a null buffer type asks for lazy reading."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+class Vocabulary:
+    """Text to tokens and back."""
+
+    def __init__(self, model: Any) -> None:
+        self._vocab = llama.llama_model_get_vocab(model)
+        self.size: int = llama.llama_vocab_n_tokens(self._vocab)
+        self.bos: int = llama.llama_vocab_bos(self._vocab)
+        self.eos: int = llama.llama_vocab_eos(self._vocab)
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = True) -> list[int]:
+        """Tokens of `text`; with `special`, control tokens written in it count as such."""
+        raw = text.encode("utf-8", "replace")
+        room = len(raw) + 8
+        while True:
+            tokens = (llama.llama_token * room)()
+            n = llama.llama_tokenize(self._vocab, raw, len(raw), tokens, room, add_bos, special)
+            if n >= 0:
+                return list(tokens[:n])
+            room = -n
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token stands for in an answer; nothing for control tokens."""
+        buffer = ctypes.create_string_buffer(64)
+        n = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+        if n < 0:
+            buffer = ctypes.create_string_buffer(-n)
+            n = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+        return buffer.raw[:n]
+
+    def text_of(self, token: int) -> str:
+        """How a template writes a special token; "" when there is none."""
+        if token < 0:
+            return ""
+        raw: bytes | None = llama.llama_vocab_get_text(self._vocab, token)
+        return (raw or b"").decode("utf-8", "replace")
+
+    def ends(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        return bool(llama.llama_vocab_is_eog(self._vocab, token))
+
+
+class Model:
+    """Weights in memory. Close after its contexts."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        lazy_experts: bool,
+        repack: bool,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Raises ModelError with llama.cpp's reason when it refuses the file.
+
+        An exception from `progress` stops the loading and is raised again.
+        """
+        raised: list[BaseException] = []
+
+        def on_progress(part: float, _data: object) -> bool:
+            try:
+                if progress is not None:
+                    progress(part)
+            except BaseException as error:
+                raised.append(error)
+            return not raised
+
+        overrides = (_BuftOverride * 2)(_BuftOverride(_EXPERT_TENSORS, None), _BuftOverride())
+        callback = llama.llama_progress_callback(on_progress)
+        params = llama.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = repack
+        params.progress_callback = callback
+        if lazy_experts:
+            params.load_mode = _LOAD_WHOLE
+            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        log.clear()
+        self._handle = llama.llama_model_load_from_file(os.fsencode(path), params)
+        if raised:
+            self.close()
+            raise raised[0]
+        if not self._handle:
+            raise ModelError(f"{path} cannot be loaded: {log.last()}")
+        self.vocab = Vocabulary(self._handle)
+        self.n_ctx_train: int = llama.llama_model_n_ctx_train(self._handle)
+
+    @property
+    def handle(self) -> Any:
+        return self._handle
+
+    def chat_template(self) -> str | None:
+        """The GGUF's own Jinja template."""
+        raw: bytes | None = llama.llama_model_chat_template(self._handle, None)
+        return raw.decode("utf-8", "replace") if raw else None
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle:
+            llama.llama_model_free(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Batch shape; equal shapes are what makes two runs comparable bit for bit."""
+
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    n_seq: int = 1
+
+
+class Context:
+    """One mutable timeline of tokens per sequence over a model. Not thread-safe."""
+
+    def __init__(self, model: Model, shape: Shape) -> None:
+        """Raises BackendError when memory for KV or compute buffers is short."""
+        params = llama.llama_context_default_params()
+        params.n_ctx = shape.n_ctx
+        params.n_batch = shape.n_batch
+        params.n_ubatch = min(shape.n_ubatch, shape.n_batch)
+        params.n_seq_max = shape.n_seq
+        params.n_threads = shape.n_threads
+        params.n_threads_batch = shape.n_threads
+        params.no_perf = True
+        log.clear()
+        self._handle = llama.llama_init_from_model(model.handle, params)
+        if not self._handle:
+            raise BackendError(
+                f"no context of {shape.n_ctx} tokens: {log.last()}; use a smaller --ctx"
+            )
+        self.n_ctx: int = llama.llama_n_ctx(self._handle)
+        self.n_batch: int = llama.llama_n_batch(self._handle)
+        self.n_ubatch: int = llama.llama_n_ubatch(self._handle)
+        self.n_vocab = model.vocab.size
+        self._memory = llama.llama_get_memory(self._handle)
+        self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
+
+    @property
+    def handle(self) -> Any:
+        return self._handle
+
+    def decode(
+        self, tokens: Sequence[int], position: int, *, logits: bool = True, sequence: int = 0
+    ) -> int:
+        """Run up to n_batch tokens at `position`; `logits` for the last. llama_decode's status."""
+        batch = self._batch
+        n = len(tokens)
+        batch.n_tokens = n
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = position + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = 0
+        batch.logits[n - 1] = int(logits)
+        status: int = llama.llama_decode(self._handle, batch)
+        return status
+
+    def decode_many(self, rows: Sequence[tuple[int, int, int]]) -> int:
+        """Run one token of several sequences: (token, position, sequence) each, all with logits."""
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence) in enumerate(rows):
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = 1
+        status: int = llama.llama_decode(self._handle, batch)
+        return status
+
+    def logits(self, row: int = -1) -> npt.NDArray[np.float32]:
+        """Logits [n_vocab] float32 of an output row; a view that the next decode overwrites."""
+        pointer = llama.llama_get_logits_ith(self._handle, row)
+        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
+
+    def forget(self, position: int, sequence: int = 0) -> bool:
+        """Drop a sequence from `position` on. False: not possible (recurrent state), nothing done."""
+        return bool(llama.llama_memory_seq_rm(self._memory, sequence, position, -1))
+
+    def clear(self) -> None:
+        llama.llama_memory_clear(self._memory, False)
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle:
+            llama.llama_batch_free(self._batch)
+            llama.llama_free(handle)

@@ -1,0 +1,114 @@
+"""native/include/speculoe/speculoe.h in ctypes, nothing more. A test holds the two together."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+
+from speculoe_local.runtime.errors import BackendError
+from speculoe_local.runtime.lib import speculoe_library as _library
+
+__all__ = ["ABI_VERSION", "POLICY", "SOURCE", "Matrix", "Params", "Stats", "Status", "functions"]
+
+ABI_VERSION = 1
+SOURCE = {"buffered": 0, "direct": 1, "mapped": 2}
+POLICY = {"decayed": 0, "lru": 1}
+
+
+class Status:
+    OK = 0
+    INVALID = -1
+    MEMORY = -2
+    SOURCE = -3
+
+
+class Matrix(ctypes.Structure):
+    """spo_matrix"""
+
+    _fields_ = [
+        ("name", c_char_p),
+        ("layer", c_int32),
+        ("pool", c_int32),
+        ("type", c_int32),
+        ("n_expert", c_int32),
+        ("ne0", c_int64),
+        ("ne1", c_int64),
+        ("file", c_int32),
+        ("reserved", c_int32),
+        ("offset", c_uint64),
+        ("expert_bytes", c_uint64),
+    ]
+
+
+class Params(ctypes.Structure):
+    """spo_params"""
+
+    _fields_ = [
+        ("files", ctypes.POINTER(c_char_p)),
+        ("matrices", ctypes.POINTER(Matrix)),
+        ("pools", ctypes.POINTER(c_int32)),
+        ("n_files", c_int32),
+        ("n_matrices", c_int32),
+        ("n_pools", c_int32),
+        ("n_used", c_int32),
+        ("n_staging", c_int32),
+        ("source", c_int32),
+        ("policy", c_int32),
+        ("half_life", c_int32),
+        ("n_workers", c_int32),
+        ("repack", c_int32),
+        ("link_rate", c_double),
+        ("link_latency", c_double),
+    ]
+
+
+class Stats(ctypes.Structure):
+    """spo_stats"""
+
+    _fields_ = [
+        ("requests", c_uint64),
+        ("hits", c_uint64),
+        ("uploads", c_uint64),
+        ("uploaded_bytes", c_uint64),
+        ("staged_bytes", c_uint64),
+        ("predicted", c_uint64),
+        ("wasted_bytes", c_uint64),
+        ("stall_ns", c_uint64),
+        ("bank_bytes", c_uint64),
+        ("staging_bytes", c_uint64),
+        ("source", c_int32),
+        ("repacked", c_int32),
+    ]
+
+
+_PROTOTYPES = {
+    "spo_abi_version": (c_int32, []),
+    "spo_engine_new": (
+        c_int32,
+        [ctypes.POINTER(Params), ctypes.POINTER(c_void_p), ctypes.c_char_p, c_size_t],
+    ),
+    "spo_engine_free": (None, [c_void_p]),
+    "spo_engine_attach": (c_int32, [c_void_p, c_void_p]),
+    "spo_engine_detach": (None, [c_void_p, c_void_p]),
+    "spo_engine_cancel": (None, [c_void_p, c_int32]),
+    "spo_engine_take_error": (c_char_p, [c_void_p]),
+    "spo_engine_prefetch": (c_int32, [c_void_p, c_int32, ctypes.POINTER(c_int32), c_int32]),
+    "spo_engine_get_stats": (None, [c_void_p, ctypes.POINTER(Stats)]),
+    "spo_engine_check": (c_int32, [c_void_p]),
+}
+
+
+def _bind() -> ctypes.CDLL:
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(_library, name)
+        function.restype = result
+        function.argtypes = arguments
+    found = _library.spo_abi_version()
+    if found != ABI_VERSION:
+        raise BackendError(
+            f"libspeculoe speaks ABI {found}, this package {ABI_VERSION}; run `make setup`"
+        )
+    return _library
+
+
+functions = _bind()

@@ -1,0 +1,111 @@
+"""What a caller may choose, checked once, here. Frozen values; nothing reads options twice."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from speculoe_local.runtime.errors import OptionError
+
+__all__ = ["EngineOptions", "Link", "Message", "Sampling", "parse_link"]
+
+_MODES = ("exact", "speculate", "estimate", "hybrid")
+_SOURCES = ("auto", "buffered", "direct", "mapped")
+_RATE = re.compile(r"([0-9.]+)\s*([kmgt]?)(i?)b/s", re.IGNORECASE)
+_TIME = re.compile(r"([0-9.]+)\s*(ns|us|ms|s)", re.IGNORECASE)
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; roles as the chat template knows them."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """llama.cpp's sampler chain; `temp` 0 is greedy, `seed` None draws one from the system."""
+
+    temp: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A modelled slow-to-fast link: `rate` in bytes per second, `latency` in seconds per copy."""
+
+    rate: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is opened. Raises OptionError when a value is not usable, before any work."""
+
+    expert_budget: str = "auto"
+    mode: str = "exact"
+    predict: str | None = None
+    device: str = "auto"
+    link: str | None = None
+    sidecar: Path | None = None
+    threads: int | None = None
+    ctx: int = 4096
+    batch: int = 512
+    ubatch: int = 512
+    source: str = "auto"
+    policy: Literal["decayed", "lru"] = "decayed"
+    upload_threads: int = 2
+    repack: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("--mode", self.mode, _MODES)
+        _one_of("--source", self.source, _SOURCES)
+        if self.mode != "exact":
+            raise OptionError(
+                f"--mode {self.mode} needs a calibrated predictor, which this version lacks; use exact"
+            )
+        if self.predict not in (None, "none"):
+            raise OptionError(
+                f"--predict {self.predict} is not available in this version; use none"
+            )
+        if self.device not in ("auto", "cpu"):
+            raise OptionError(f"--device {self.device} is not built in; use cpu or auto")
+        for name in ("threads", "ctx", "batch", "ubatch", "upload_threads"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= 1 << 24:
+                raise OptionError(f"--{name.replace('_', '-')} {value} is not in 1..{1 << 24}")
+        if self.link is not None:
+            parse_link(self.link)
+
+
+def parse_link(text: str) -> Link:
+    """Read `2GB/s`, `2GB/s,10us`. Raises OptionError for anything else."""
+    rate_text, _, time_text = text.partition(",")
+    rate = _RATE.fullmatch(rate_text.strip())
+    time = _TIME.fullmatch(time_text.strip()) if time_text else None
+    try:
+        if rate is None or (time_text and time is None):
+            raise ValueError
+        power = " kmgt".index(rate[2].lower()) if rate[2] else 0
+        per_second = float(rate[1]) * (1024 if rate[3] else 1000) ** power
+        latency = float(time[1]) * _SECONDS[time[2].lower()] if time else 0.0
+    except ValueError:
+        raise OptionError(
+            f"--link {text[:40]!r} is not RATE[,LATENCY]; use for example 2GB/s,10us"
+        ) from None
+    if per_second <= 0:
+        raise OptionError(f"--link {text[:40]!r} moves nothing; use a rate above 0")
+    return Link(per_second, latency)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise OptionError(f"{name} {value!r} is not known; use one of {', '.join(known)}")
