@@ -32,7 +32,7 @@ from speculoe_local.runtime.placement import Placement
 from speculoe_local.runtime.sampler import Sampler
 from speculoe_local.runtime.slots import ExpertSlots, SlotStats
 from speculoe_local.runtime.stats import Stats, Tier
-from speculoe_local.runtime.template import choose, render
+from speculoe_local.runtime.template import choose, prewarm, render
 from speculoe_local.runtime.text import StopMatcher, Utf8Stream
 
 __all__ = ["Engine", "ModelInfo", "Step"]
@@ -119,6 +119,7 @@ class Engine:
         Raises ModelError, BudgetError, OptionError, SourceError or BackendError.
         """
         begin = time.perf_counter()
+        prewarm()  # the template process starts while weights are read
         found = ModelMap.read(path)
         host = machine.look()
         budget = placement.parse_budget(options.expert_budget)
@@ -181,8 +182,9 @@ class Engine:
         Raises TemplateError, and what `generate` raises.
         """
         vocab = self._model.vocab
+        chosen = choose(self.info.template)
         prompt = render(
-            choose(self.info.template).source,
+            chosen.source,
             messages,
             bos=vocab.text_of(vocab.bos),
             eos=vocab.text_of(vocab.eos),
@@ -191,7 +193,7 @@ class Engine:
             vocab.tokenize(prompt, add_bos=not prompt.startswith(vocab.text_of(vocab.bos) or "\0")),
             sampling=sampling,
             max_tokens=max_tokens,
-            stop=stop,
+            stop=[*stop, *chosen.stops],
             cancel=cancel,
             logits_hash=logits_hash,
         )
@@ -239,7 +241,7 @@ class Engine:
         with self._lock, closing(Sampler(sampling)) as sampler:
             self._interrupted.clear()
             if self._slots is not None:
-                self._slots.cancel(False)
+                self._slots.reset()
             meter = _Meter(self, len(tokens))
             digest = hashlib.sha256() if logits_hash else None
             characters = Utf8Stream()
@@ -306,7 +308,7 @@ class Engine:
         if not self._context.forget(len(self._past)):
             self._context.clear()
             self._past.clear()
-        reason = self._slots.take_error() if self._slots is not None else ""
+        reason = self._slots.reset() if self._slots is not None else ""
         if reason:
             raise SourceError(reason)
         if status == _ABORTED and self._interrupted.is_set():
@@ -317,7 +319,7 @@ class Engine:
         """End the running answer within one graph node. Any thread; harmless when none runs."""
         self._interrupted.set()
         if self._slots is not None and not self._closed:
-            self._slots.cancel(True)
+            self._slots.interrupt()
 
     def slot_stats(self) -> SlotStats:
         """Counters of the expert slots since opening; zeros where all experts are resident."""

@@ -71,6 +71,7 @@ class ExpertSlots:
         policy: str = "decayed",
         half_life: int = 16,
         upload_threads: int = 2,
+        n_parallel: int = 1,
         repack: bool = True,
         link: Link | None = None,
     ) -> None:
@@ -112,6 +113,7 @@ class ExpertSlots:
             policy=native.POLICY[policy],
             half_life=half_life,
             n_workers=upload_threads,
+            n_parallel=n_parallel,
             repack=int(repack),
             link_rate=link.rate if link else 0.0,
             link_latency=link.latency if link else 0.0,
@@ -139,13 +141,13 @@ class ExpertSlots:
     def detach(self, context: int) -> None:
         native.functions.spo_engine_detach(self._open, context)
 
-    def cancel(self, cancelled: bool) -> None:
-        """End the running graph, and every later one until called with False. Any thread."""
-        native.functions.spo_engine_cancel(self._open, int(cancelled))
+    def interrupt(self) -> None:
+        """End the running graph within one node, and every later one until `reset`. Any thread."""
+        native.functions.spo_engine_interrupt(self._open)
 
-    def take_error(self) -> str:
-        """What went wrong in the last graph, or ""; the next graph starts afresh."""
-        text: bytes = native.functions.spo_engine_take_error(self._open)
+    def reset(self) -> str:
+        """What went wrong since the last reset, or "". Between graphs only; the next starts afresh."""
+        text: bytes = native.functions.spo_engine_reset(self._open)
         return text.decode("utf-8", "replace")
 
     def prefetch(self, layer: int, experts: list[int]) -> int:
@@ -163,7 +165,7 @@ class ExpertSlots:
     def check(self) -> None:
         """Raises BackendError when a slot table breaks one of its invariants."""
         if native.functions.spo_engine_check(self._open) != native.Status.OK:
-            raise BackendError(f"slot table: {self.take_error()}")
+            raise BackendError(f"slot table: {self.reset()}")
 
     def close(self) -> None:
         handle, self._handle = self._handle, None

@@ -59,10 +59,10 @@ void spo_engine_detach(spo_engine *, llama_context * ctx) {
     llama_set_abort_callback(ctx, nullptr, nullptr);
 }
 
-void spo_engine_cancel(spo_engine * engine, int32_t cancelled) { engine->engine.cancel(cancelled != 0); }
+void spo_engine_interrupt(spo_engine * engine) { engine->engine.interrupt(); }
 
-const char * spo_engine_take_error(spo_engine * engine) {
-    engine->text = engine->engine.take_error();
+const char * spo_engine_reset(spo_engine * engine) {
+    engine->text = engine->engine.reset();
     return engine->text.c_str();
 }
 

@@ -22,14 +22,12 @@ uint64_t now_ns() {
             .count());
 }
 
-std::string where(const moe_layer & layer, int expert) {
-    return "layer " + std::to_string(layer.block) + ", expert " + std::to_string(expert) + ": ";
-}
-
 } // namespace
 
 engine::engine(const spo_params & params) :
-    source_(paths_of(params), params.source), link_(params.link_rate, params.link_latency) {
+    n_parallel_(params.n_parallel),
+    source_(paths_of(params), params.source),
+    link_(params.link_rate, params.link_latency) {
     read_layout(params);
     make_pools(params);
     queue_ = std::make_unique<upload_queue>(params.n_workers, predicted_capacity);
@@ -37,7 +35,7 @@ engine::engine(const spo_params & params) :
 
 void engine::read_layout(const spo_params & params) {
     if (params.n_matrices < 1 || params.n_pools < 1 || params.n_workers < 1 || params.n_used < 1 ||
-        params.n_staging < 1 || params.half_life < 1) {
+        params.n_staging < 1 || params.half_life < 1 || params.n_parallel < 1) {
         throw std::invalid_argument("an engine needs matrices, pools, workers, staging and positive counts");
     }
     matrices_.reserve(params.n_matrices); // graphs keep pointers into both
@@ -93,12 +91,11 @@ void engine::make_pools(const spo_params & params) {
         }
         const int n_layers = int(members.size());
         slot_pool pool{
-            slot_table(n_slots, n_layers, model.n_expert,
+            slot_table(n_slots, std::max(0, (n_slots - params.n_used) / 4), n_layers, model.n_expert,
                        make_policy(params.policy, n_layers, model.n_expert, params.half_life)),
             {},
             {},
             std::vector<slot_pool::transfer>(n_slots),
-            std::max(0, (n_slots - params.n_used) / 4),
         };
         for (int i = 0; i < model.n_matrices; ++i) {
             const matrix_shape & shape = matrices_[model.first + i].shape;
@@ -129,6 +126,12 @@ const matrix * engine::find(const char * tensor_name) const {
     return found == by_name_.end() ? nullptr : &matrices_[found->second];
 }
 
+bool engine::decodes(const matrix & m, int64_t n_used, int64_t n_tokens) const {
+    const moe_layer &  layer = layers_[m.layer];
+    const slot_table & table = pools_[layer.pool].table;
+    return n_tokens <= n_parallel_ && std::min<int64_t>(m.n_expert, n_used * n_tokens) <= table.size();
+}
+
 // --- decoding
 
 void engine::release_pins() {
@@ -151,6 +154,7 @@ void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
     lock held(mutex_);
     // Nodes of a graph run in order: whoever computes this one has finished with the layer before.
     release_pins();
+    drop_adoption();
     table.step(pl);
     std::vector<pinned> wanted;
     for (int64_t t = 0; t < ids.n_tokens; ++t) {
@@ -174,7 +178,9 @@ void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
     stats_.requests += wanted.size();
     for (pinned & w : wanted) {
         if (w.slot >= 0) {
-            if (table.at(w.slot).state == slot_state::loading && queue_->remove_predicted(pool.transfers[w.slot].id)) {
+            const uint64_t id = pool.transfers[w.slot].id;
+            if (table.at(w.slot).state == slot_state::loading && queue_->remove_predicted(id)) {
+                in_flight_ -= layer.n_matrices;
                 enqueue(layer_index, w.expert, w.slot, /*predicted*/ false); // overtakes other predictions
             }
             continue;
@@ -204,11 +210,8 @@ void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
 int engine::start_upload(int layer_index, int expert, bool predicted) {
     const moe_layer & layer = layers_[layer_index];
     slot_pool &       pool  = pools_[layer.pool];
-    if (predicted && pool.table.predicted() >= pool.probation) {
-        return -1;
-    }
-    slot       evicted;
-    const auto claimed = pool.table.claim(layer.pool_layer, expert, predicted, &evicted);
+    slot              evicted;
+    const auto        claimed = pool.table.claim(layer.pool_layer, expert, predicted, &evicted);
     if (!claimed) {
         return -1;
     }
@@ -229,11 +232,14 @@ void engine::enqueue(int layer_index, int expert, int slot_index, bool predicted
                 fill_slot(matrices_[layer.first + i], expert, slot_index);
             }
         };
+        in_flight_ += layer.n_matrices;
         if (!queue_->predict({ id, run })) {
+            in_flight_ -= layer.n_matrices;
             pools_[layer.pool].table.abandon(slot_index);
         }
         return;
     }
+    in_flight_ += layer.n_matrices;
     for (int i = 0; i < layer.n_matrices; ++i) { // apart, so that several threads can share one expert
         queue_->demand({ id, [this, &layer, i, expert, slot_index] {
                             fill_slot(matrices_[layer.first + i], expert, slot_index);
@@ -241,47 +247,44 @@ void engine::enqueue(int layer_index, int expert, int slot_index, bool predicted
     }
 }
 
-void engine::fill(bank & to, int i, const matrix & m, int expert, int count) {
+bool engine::fill(bank & to, int i, const matrix & m, int expert, int count) {
+    if (should_abort()) {
+        return false; // nobody waits for it any more
+    }
     const size_t   bytes  = size_t(count) * m.shape.bytes();
     const uint64_t offset = m.offset + uint64_t(expert) * m.shape.bytes();
     const auto     begin  = std::chrono::steady_clock::now();
-    if (void * plain = to.plain(i)) {
-        source_.read(m.file, offset, bytes, plain);
-    } else {
-        thread_local std::vector<uint8_t> bounce;
-        bounce.resize(bytes);
-        source_.read(m.file, offset, bytes, bounce.data());
-        to.write(i, count, bounce.data());
+    try {
+        if (void * plain = to.plain(i)) {
+            source_.read(m.file, offset, bytes, plain);
+        } else {
+            thread_local std::vector<uint8_t> bounce;
+            bounce.resize(bytes);
+            source_.read(m.file, offset, bytes, bounce.data());
+            to.write(i, count, bounce.data());
+        }
+    } catch (const std::exception & e) {
+        fail("layer " + std::to_string(layers_[m.layer].block) + ", expert " + std::to_string(expert) + ": " +
+             e.what());
+        return false;
     }
     link_.pass(begin, bytes);
+    return true;
 }
 
 void engine::fill_slot(const matrix & m, int expert, int slot_index) {
-    const moe_layer & layer  = layers_[m.layer];
-    bool              failed = false;
-    try {
-        fill(pools_[layer.pool].banks[m.position], slot_index, m, expert, 1);
-    } catch (const std::exception & e) {
-        fail(where(layer, expert) + e.what());
-        failed = true;
-    }
-    copy_landed(m.layer, expert, slot_index, 1, m.shape.bytes(), failed);
-}
-
-void engine::copy_landed(int layer_index, int, int slot_index, int copies, size_t bytes, bool failed) {
-    slot_pool & pool = pools_[layers_[layer_index].pool];
+    slot_pool & pool   = pools_[layers_[m.layer].pool];
+    const bool  failed = !fill(pool.banks[m.position], slot_index, m, expert, 1);
     {
         lock                  held(mutex_);
         slot_pool::transfer & t = pool.transfers[slot_index];
+        in_flight_ -= 1;
         t.failed |= failed;
-        t.remaining -= copies;
-        stats_.uploaded_bytes += bytes;
-        if (t.remaining > 0) {
-            return;
-        }
-        if (t.failed) {
+        t.remaining -= 1;
+        stats_.uploaded_bytes += failed ? 0 : m.shape.bytes();
+        if (t.remaining == 0 && t.failed) {
             pool.table.abandon(slot_index);
-        } else {
+        } else if (t.remaining == 0) {
             pool.table.ready(slot_index);
             stats_.uploads += 1;
         }
@@ -315,27 +318,67 @@ void engine::stream(const matrix & m, const id_view & ids) {
             needed[ids.at(i, t)] = 1;
         }
     }
-    lock held(mutex_);
+    const moe_layer & layer = layers_[m.layer];
+    lock              held(mutex_);
     release_pins();
+    if (m.position == 0) {
+        drop_adoption();
+        adopt(layer, ids);
+    }
     staging_->use(-1); // the product before this one is computed, its stage may be refilled
     stage & here = staging_->of(m.index);
-    if (here.holds != m.index) {
-        wait(held, stats_.stall_ns, [&] { return here.pending == 0; }); // left over from an ended graph
-    }
-    if (should_abort()) {
-        return;
-    }
     fill_stage(m, needed);
     staging_->use(m.index);
-    const moe_layer & layer = layers_[m.layer];
     if (m.position + 1 < layer.n_matrices) {
-        const matrix & next  = matrices_[m.index + 1];
-        stage &        there = staging_->of(next.index);
-        if (staging_->free_for(next.index) && there.pending == 0) {
+        const matrix & next = matrices_[m.index + 1];
+        if (staging_->free_for(next.index)) {
             fill_stage(next, needed);
         }
     }
     wait(held, stats_.stall_ns, [&] { return here.pending == 0; });
+    if (!should_abort()) {
+        copy_adopted(m, held);
+    }
+}
+
+// What a prompt streams may as well stay, newest tokens first, where a slot is empty anyway: the first
+// answer then does not start cold. Nothing is evicted for it.
+void engine::adopt(const moe_layer & layer, const id_view & ids) {
+    slot_table & table = pools_[layer.pool].table;
+    table.step(layer.pool_layer);
+    for (int64_t t = ids.n_tokens - 1; t >= 0 && table.has_empty(); --t) {
+        for (int64_t i = 0; i < ids.n_used && table.has_empty(); ++i) {
+            const int expert = ids.at(i, t);
+            if (table.find(layer.pool_layer, expert) < 0) {
+                adopted_.push_back({ layer.pool, *table.claim(layer.pool_layer, expert, /*predicted*/ false),
+                                     layer.pool_layer, expert });
+                table.use(layer.pool_layer, expert);
+            }
+        }
+    }
+}
+
+void engine::copy_adopted(const matrix & m, lock & held) {
+    slot_pool & pool = pools_[layers_[m.layer].pool];
+    held.unlock(); // nobody else touches slots that are loading without a transfer
+    for (const pinned & a : adopted_) {
+        pool.banks[m.position].copy(a.slot, staging_->bank_of(m.index), a.expert);
+    }
+    held.lock();
+    if (m.position + 1 == layers_[m.layer].n_matrices) {
+        for (const pinned & a : adopted_) {
+            pool.table.ready(a.slot);
+        }
+        adopted_.clear();
+    }
+}
+
+// A graph that ended early leaves slots half filled.
+void engine::drop_adoption() {
+    for (const pinned & a : adopted_) {
+        pools_[a.pool].table.abandon(a.slot);
+    }
+    adopted_.clear();
 }
 
 void engine::fill_stage(const matrix & m, const std::vector<uint8_t> & needed) {
@@ -354,6 +397,7 @@ void engine::fill_stage(const matrix & m, const std::vector<uint8_t> & needed) {
     const auto             read  = [&](int end) {
         if (run > 0) {
             s.pending += 1;
+            in_flight_ += 1;
             queue_->demand({ 0, [this, &m, first = end - run, count = run] { stage_read(m, first, count); } });
             run = 0;
         }
@@ -369,6 +413,7 @@ void engine::fill_stage(const matrix & m, const std::vector<uint8_t> & needed) {
             read(e);
             pool.table.pin(slot);
             s.pending += 1;
+            in_flight_ += 1;
             queue_->demand({ 0, [this, &m, e, slot] { stage_copy(m, e, slot); } });
         } else if (++run == most) {
             read(e + 1);
@@ -378,19 +423,13 @@ void engine::fill_stage(const matrix & m, const std::vector<uint8_t> & needed) {
 }
 
 void engine::stage_read(const matrix & m, int expert, int count) {
-    bool failed = false;
-    try {
-        fill(staging_->bank_of(m.index), expert, m, expert, count);
-    } catch (const std::exception & e) {
-        fail(where(layers_[m.layer], expert) + e.what());
-        failed = true;
-    }
-    {
+    const bool done = fill(staging_->bank_of(m.index), expert, m, expert, count);
+    if (done) {
         lock held(mutex_);
         stats_.uploaded_bytes += size_t(count) * m.shape.bytes();
         stats_.staged_bytes += size_t(count) * m.shape.bytes();
     }
-    stage_landed(m, expert, count, failed);
+    stage_landed(m, expert, count, done);
 }
 
 void engine::stage_copy(const matrix & m, int expert, int slot_index) {
@@ -400,14 +439,15 @@ void engine::stage_copy(const matrix & m, int expert, int slot_index) {
         lock held(mutex_);
         pool.table.unpin(slot_index);
     }
-    stage_landed(m, expert, 1, false);
+    stage_landed(m, expert, 1, true);
 }
 
-void engine::stage_landed(const matrix & m, int expert, int count, bool failed) {
+void engine::stage_landed(const matrix & m, int expert, int count, bool done) {
     {
         lock held(mutex_);
-        std::fill_n(staged_[m.index].begin() + expert, count, uint8_t(failed ? 0 : 2));
+        std::fill_n(staged_[m.index].begin() + expert, count, uint8_t(done));
         staging_->of(m.index).pending -= 1;
+        in_flight_ -= 1;
     }
     landed_.notify_all();
 }
@@ -425,9 +465,27 @@ void engine::fail(const std::string & line) {
     landed_.notify_all();
 }
 
-std::string engine::take_error() {
+void engine::interrupt() {
+    interrupted_ = true;
+    landed_.notify_all();
+}
+
+std::string engine::reset() {
     lock held(mutex_);
-    failed_ = false;
+    // A copy of the graph that ended must not fail the next one: let all finish, or refuse to start.
+    interrupted_ = true;
+    while (in_flight_ > 0) {
+        held.unlock();
+        const bool helped = queue_->help();
+        held.lock();
+        if (!helped && in_flight_ > 0) {
+            landed_.wait(held);
+        }
+    }
+    release_pins();
+    drop_adoption();
+    interrupted_ = false;
+    failed_      = false;
     return std::exchange(error_, "");
 }
 

@@ -57,7 +57,6 @@ struct slot_pool {
     std::vector<buffer_ptr> memory;    // one per position
     std::vector<bank>       banks;     // one per position, n_slots + 1 experts: CUDA reads past the last
     std::vector<transfer>   transfers; // one per slot
-    int                     probation; // slots that unused predictions may hold
 };
 
 // ids of a router, as a strided view into its tensor
@@ -83,21 +82,20 @@ public:
     const moe_layer & layer(int index) const { return layers_[index]; }
     slot_pool &       pool_of(const matrix & m) { return pools_[layers_[m.layer].pool]; }
     staging &         stages() { return *staging_; }
+    // Whether a graph of so many tokens reads slots; others stream, and leave the slots alone.
+    bool decodes(const matrix & m, int64_t n_used, int64_t n_tokens) const;
 
     // --- compute thread, inside a graph
     // Makes the experts of a decode step resident and pinned; writes their slots, packed.
     void acquire(int layer, const id_view & ids, int32_t * slots);
     // Makes the experts of one matrix present in its stage, and starts on the next matrix.
     void stream(const matrix & m, const id_view & ids);
-    // True when the graph should end: cancelled, or an upload failed.
-    bool should_abort() const { return cancelled_.load() || failed_.load(); }
+    // True when the graph should end: interrupted, or an upload failed.
+    bool should_abort() const { return interrupted_.load() || failed_.load(); }
 
     // --- callers
-    void cancel(bool on) {
-        cancelled_ = on;
-        landed_.notify_all();
-    }
-    std::string take_error();
+    void        interrupt();
+    std::string reset();
     void        fail(const std::string & line);
     int         prefetch(int block, const int32_t * experts, int n);
     spo_stats   stats();
@@ -108,18 +106,20 @@ private:
 
     void read_layout(const spo_params & params);
     void make_pools(const spo_params & params);
-    void release_pins();                                                  // under the lock
+    void release_pins();                                      // under the lock
+    void drop_adoption();                                     // under the lock
+    void adopt(const moe_layer & layer, const id_view & ids); // under the lock
+    void copy_adopted(const matrix & m, lock & held);
     int  start_upload(int layer, int expert, bool predicted);             // under the lock; slot or -1
     void enqueue(int layer, int expert, int slot, bool predicted);        // under the lock
     void fill_slot(const matrix & m, int expert, int slot);               // any thread, without the lock
-    void fill(bank & to, int i, const matrix & m, int expert, int count); // throws source_error
-    void copy_landed(int layer, int expert, int slot, int copies, size_t bytes, bool failed);
+    bool fill(bank & to, int i, const matrix & m, int expert, int count); // false: failed or given up
     void wait(lock & held, uint64_t & stall_ns, const std::function<bool()> & done);
 
     void fill_stage(const matrix & m, const std::vector<uint8_t> & needed); // under the lock
     void stage_read(const matrix & m, int expert, int count);
     void stage_copy(const matrix & m, int expert, int slot);
-    void stage_landed(const matrix & m, int expert, int count, bool failed);
+    void stage_landed(const matrix & m, int expert, int count, bool done);
 
     struct pinned {
         int pool, slot, layer, expert;
@@ -131,6 +131,7 @@ private:
     std::unordered_map<int, int>            by_block_;
     std::vector<ggml_backend_buffer_type_t> bufts_; // [matrix]
     int                                     repacked_ = 0;
+    int                                     n_parallel_;
     file_source                             source_;
     modelled_link                           link_;
 
@@ -138,13 +139,15 @@ private:
     std::condition_variable           landed_;
     std::vector<slot_pool>            pools_;   // guarded by mutex_ (tables, transfers)
     std::unique_ptr<staging>          staging_; // guarded by mutex_ (stages)
-    std::vector<std::vector<uint8_t>> staged_;  // [matrix][expert] 0 no, 1 on its way, 2 there
+    std::vector<std::vector<uint8_t>> staged_;  // [matrix][expert] 1: there or on its way
     std::vector<pinned>               pinned_;  // by the running graph
+    std::vector<pinned>               adopted_; // slots that a prompt's layer is filling
     spo_stats                         stats_{};
     std::string                       error_;
-    uint64_t                          next_id_ = 1;
+    uint64_t                          next_id_   = 1;
+    int                               in_flight_ = 0; // copies queued or running
 
-    std::atomic<bool>             cancelled_{ false };
+    std::atomic<bool>             interrupted_{ false };
     std::atomic<bool>             failed_{ false };
     std::unique_ptr<upload_queue> queue_; // last: joins before anything it uses goes
 };

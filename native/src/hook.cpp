@@ -2,7 +2,6 @@
 
 #include "engine.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace spo {
@@ -16,7 +15,10 @@ id_view view(const ggml_tensor * ids) {
 }
 
 // Decoding: true expert ids in, slot numbers out.
-void slots_op(ggml_tensor * dst, int, int, void * data) {
+void slots_op(ggml_tensor * dst, int ith, int, void * data) {
+    if (ith != 0) {
+        return; // every compute thread comes by, whatever the number of tasks says
+    }
     auto & layer = *static_cast<const moe_layer *>(data);
     try {
         layer.owner->acquire(int(&layer - &layer.owner->layer(0)), view(dst->src[0]),
@@ -28,7 +30,10 @@ void slots_op(ggml_tensor * dst, int, int, void * data) {
 }
 
 // Prompts: ids stay ids, but leave only when the experts they name are in the stage.
-void stage_op(ggml_tensor * dst, int, int, void * data) {
+void stage_op(ggml_tensor * dst, int ith, int, void * data) {
+    if (ith != 0) {
+        return;
+    }
     auto &        m   = *static_cast<const matrix *>(data);
     const id_view ids = view(dst->src[0]);
     try {
@@ -76,7 +81,7 @@ ggml_tensor * moe_hook(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * w, gg
     }
     const moe_layer & layer = owner.layer(m->layer);
     slot_pool &       pool  = owner.pool_of(*m);
-    if (std::min<int64_t>(m->n_expert, ids->ne[0] * ids->ne[1]) <= pool.table.size()) {
+    if (owner.decodes(*m, ids->ne[0], ids->ne[1])) {
         ggml_tensor * slots = find_slots(gf, ids);
         if (!slots) {
             slots = ids_op(ctx, gf, ids, slots_op, &layer);

@@ -2,7 +2,8 @@
 
 namespace spo {
 
-slot_table::slot_table(int n_slots, int n_layers, int n_expert, std::unique_ptr<policy> order) :
+slot_table::slot_table(int n_slots, int probation, int n_layers, int n_expert, std::unique_ptr<policy> order) :
+    probation_(probation),
     n_layers_(n_layers),
     n_expert_(n_expert),
     slots_(size_t(n_slots)),
@@ -12,15 +13,17 @@ slot_table::slot_table(int n_slots, int n_layers, int n_expert, std::unique_ptr<
 // Among equals, the layer that runs again last goes first: in a shared pool the experts of layers
 // just executed have a whole token to come back, those of the next layers do not.
 int slot_table::victim(int for_layer, bool predicted) const {
-    int    best     = -1;
-    double worth    = 0;
-    int    distance = 0;
+    const bool only_predicted = predicted && predicted_ >= probation_;
+    int        best           = -1;
+    double     worth          = 0;
+    int        distance       = 0;
     for (int i = 0; i < size(); ++i) {
         const slot & s = slots_[i];
-        if (s.state == slot_state::empty) {
+        if (s.state == slot_state::empty && !only_predicted) {
             return i;
         }
-        if (s.state == slot_state::loading || s.pins > 0 || (predicted && !s.predicted)) {
+        if (s.state == slot_state::empty || s.state == slot_state::loading || s.pins > 0 ||
+            (only_predicted && !s.predicted)) {
             continue;
         }
         const double w = order_->worth(s.layer, s.expert);
@@ -48,6 +51,7 @@ std::optional<int> slot_table::claim(int layer, int expert, bool predicted, slot
     s.layer     = layer;
     s.expert    = expert;
     s.predicted = predicted;
+    bound_ += 1;
     predicted_ += predicted;
     slot_of_[size_t(layer) * n_expert_ + expert] = index;
     return index;
@@ -60,6 +64,7 @@ void slot_table::abandon(int index) { unbind(slots_[index]); }
 void slot_table::unbind(slot & s) {
     if (s.state != slot_state::empty) {
         slot_of_[size_t(s.layer) * n_expert_ + s.expert] = -1;
+        bound_ -= 1;
     }
     predicted_ -= s.predicted;
     s = slot{};
@@ -92,6 +97,9 @@ std::string slot_table::check() const {
         if (find(s.layer, s.expert) != i) {
             return "slot " + std::to_string(i) + " is not where its expert is looked up";
         }
+    }
+    if (bound != bound_) {
+        return "count of bound slots is off";
     }
     for (const int index : slot_of_) {
         bound -= index >= 0;

@@ -23,7 +23,8 @@ struct slot {
 
 class slot_table {
 public:
-    slot_table(int n_slots, int n_layers, int n_expert, std::unique_ptr<policy> order);
+    // Unused predictions may hold `probation` slots; the rest is the warm set, which they never evict.
+    slot_table(int n_slots, int probation, int n_layers, int n_expert, std::unique_ptr<policy> order);
 
     int          size() const { return int(slots_.size()); }
     const slot & at(int index) const { return slots_[index]; }
@@ -32,7 +33,8 @@ public:
     int find(int layer, int expert) const { return slot_of_[size_t(layer) * n_expert_ + expert]; }
 
     // A free slot bound to the expert and `loading`; evicts the least worthy ready slot that is not
-    // pinned. nullopt when every slot is pinned or loading. `evicted` (if not null) gets what left.
+    // pinned, for a prediction beyond probation the least worthy unused prediction. nullopt when there
+    // is none. `evicted` (if not null) gets what left.
     std::optional<int> claim(int layer, int expert, bool predicted, slot * evicted = nullptr);
 
     // Its bytes have landed.
@@ -45,7 +47,8 @@ public:
     void pin(int index) { slots_[index].pins += 1; }
     void unpin(int index) { slots_[index].pins -= 1; }
 
-    int predicted() const { return predicted_; } // slots on probation
+    bool has_empty() const { return bound_ < size(); }
+    int  predicted() const { return predicted_; } // slots on probation
 
     // "" or the first broken invariant.
     std::string check() const;
@@ -54,8 +57,10 @@ private:
     int  victim(int for_layer, bool predicted) const;
     void unbind(slot & s);
 
+    int                     probation_;
     int                     n_layers_;
     int                     n_expert_;
+    int                     bound_     = 0; // slots not empty
     int                     predicted_ = 0;
     std::vector<slot>       slots_;
     std::vector<int>        slot_of_; // [layer][expert]

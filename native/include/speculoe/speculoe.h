@@ -78,6 +78,7 @@ typedef struct {
     int32_t              policy;       /* spo_policy */
     int32_t              half_life;    /* of a use count, in tokens */
     int32_t              n_workers;    /* upload threads, at least 1 */
+    int32_t              n_parallel;   /* sequences decoded together; larger batches stream as prompts do */
     int32_t              repack;       /* 1: keep weights in the layout llama.cpp would choose for this CPU */
     double               link_rate;    /* modelled link, bytes per second; 0: none */
     double               link_latency; /* modelled link, seconds per upload */
@@ -111,11 +112,12 @@ SPO_API void spo_engine_free(spo_engine * engine);
 SPO_API spo_status spo_engine_attach(spo_engine * engine, struct llama_context * ctx);
 SPO_API void       spo_engine_detach(spo_engine * engine, struct llama_context * ctx);
 
-/* Cancels what runs now; stays until cleared with 0. */
-SPO_API void spo_engine_cancel(spo_engine * engine, int32_t cancelled);
+/* Ends the running graph within one node, and every later one until spo_engine_reset. */
+SPO_API void spo_engine_interrupt(spo_engine * engine);
 
-/* What went wrong in the last graph, or "". Clears it: the next graph starts afresh. */
-SPO_API const char * spo_engine_take_error(spo_engine * engine);
+/* What went wrong since the last reset, or "". Waits for copies that still run, drops those that are
+ * queued, and clears error and interruption: the next graph starts afresh. Not while a graph runs. */
+SPO_API const char * spo_engine_reset(spo_engine * engine);
 
 /* Queue predicted uploads for a layer, most certain first. Already resident or queued ones are
  * ignored, and nothing warm is evicted. Returns how many were accepted. */
@@ -123,7 +125,8 @@ SPO_API int32_t spo_engine_prefetch(spo_engine * engine, int32_t layer, const in
 
 SPO_API void spo_engine_get_stats(spo_engine * engine, spo_stats * out);
 
-/* Invariants of every slot table; SPO_OK or SPO_ERR_INVALID with the line in take_error. For tests and idle time. */
+/* Invariants of every slot table; SPO_OK or SPO_ERR_INVALID with the line in spo_engine_reset. For tests and idle time.
+ */
 SPO_API spo_status spo_engine_check(spo_engine * engine);
 
 #ifdef __cplusplus
