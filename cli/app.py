@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 import speculoe_local
-from speculoe_local.cli import chat
+from speculoe_local.cli import bench, chat, doctor
 
 __all__ = ["app", "main"]
 
@@ -71,6 +71,8 @@ def _options(
 
 
 app.command("chat")(chat.chat)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
     source.py prepare DEST [--unpatched]   clean pin (+ series) -> DEST, touching only files that changed
     source.py digest                       one line that changes when pin or patches do
+    source.py describe                     pin, digest and patches as JSON; CMake fills in the build type
     source.py checkout DEST                a git repository: the pin, then one commit per patch
     source.py refresh DEST                 that repository's commits -> patches/*.patch and series
     source.py check                        the series is whole, within budget, and applies to the pin
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import filecmp
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -30,10 +32,7 @@ MAX_PATCHES, MAX_LINES = 5, 300
 TRAILERS = ("Why", "Reason", "Upstream", "Remove-when", "Hook", "Test")
 # What a build of the libraries reads; the rest of the archive (tests, models, UI) stays packed.
 PARTS = ("CMakeLists.txt", "LICENSE", "cmake", "ggml", "include", "src", "vendor")
-FORMAT_PATCH = (
-    "-c diff.renames=true format-patch -q --zero-commit --no-signature --no-numbered "
-    "--keep-subject --no-stat --full-index"
-).split()
+FORMAT_PATCH = ["-c", "diff.renames=true", "format-patch", "-q", "--zero-commit", "--no-signature", "--no-numbered", "--keep-subject", "--no-stat", "--full-index"]
 
 
 class SourceTreeError(Exception):
@@ -56,6 +55,13 @@ def digest(patched: bool = True) -> str:
     for patch in series() if patched else ():
         state.update(patch.name.encode() + patch.read_bytes())
     return state.hexdigest()[:16]
+
+
+def describe() -> str:
+    pin = read_pin()
+    names = [patch.stem for patch in series()]
+    facts = {"package": pin["package"], "version": pin["version"], "digest": digest(), "patches": names}
+    return json.dumps(facts | {"build_type": "@CMAKE_BUILD_TYPE@"})
 
 
 def cache_folder() -> Path:
@@ -219,6 +225,7 @@ def main() -> int:
         commands.add_parser(name).add_argument("dest", type=Path)
     commands.choices["prepare"].add_argument("--unpatched", action="store_true")
     commands.add_parser("digest")
+    commands.add_parser("describe")
     commands.add_parser("archive")
     commands.add_parser("check")
     options = parser.parse_args()
@@ -230,7 +237,7 @@ def main() -> int:
         elif options.command == "refresh":
             refresh(options.dest.resolve())
         else:
-            print({"digest": digest, "archive": archive, "check": check}[options.command]())
+            print({"digest": digest, "describe": describe, "archive": archive, "check": check}[options.command]())
     except SourceTreeError as error:
         print(f"patches: {error}", file=sys.stderr)
         return 1

@@ -207,12 +207,14 @@ class Engine:
         stop: Sequence[str] = (),
         cancel: threading.Event | None = None,
         logits_hash: bool = False,
+        ignore_end: bool = False,
     ) -> Iterator[Step]:
         """Continue a prompt, token by token.
 
         `cancel`, set by any thread, ends the answer within one token (one ubatch of a prompt);
         `interrupt()` ends it within one graph node. With `logits_hash` the stats carry the SHA-256
-        over the float32 logits of every sampled position.
+        over the float32 logits of every sampled position. `ignore_end` goes on after the model's own
+        end of generation, for measurements of equal length.
 
         Raises ContextError when the prompt leaves no room, SourceError when expert weights cannot
         be read (the engine stays usable), BackendError when a graph fails.
@@ -227,7 +229,7 @@ class Engine:
                 "shorten it or raise --ctx"
             )
         limit = room if max_tokens is None else min(max_tokens, room)
-        return self._answer(tokens, sampling, limit, StopMatcher(stop), cancel, logits_hash)
+        return self._answer(tokens, sampling, limit, StopMatcher(stop), cancel, logits_hash, ignore_end)
 
     def _answer(
         self,
@@ -237,6 +239,7 @@ class Engine:
         stops: StopMatcher,
         cancel: threading.Event | None,
         logits_hash: bool,
+        ignore_end: bool,
     ) -> Iterator[Step]:
         with self._lock, closing(Sampler(sampling)) as sampler:
             self._interrupted.clear()
@@ -256,7 +259,7 @@ class Engine:
                 count += 1
                 meter.sampled(count, digest)
                 text = ""
-                if self._model.vocab.ends(token):
+                if not ignore_end and self._model.vocab.ends(token):
                     finish = "stop"
                 else:
                     text = stops.feed(characters.feed(self._model.vocab.piece(token)))
@@ -314,6 +317,12 @@ class Engine:
         if status == _ABORTED and self._interrupted.is_set():
             return False
         raise BackendError(f"llama_decode failed with status {status} at {len(self._past)} tokens")
+
+    def forget(self) -> None:
+        """Drop the context's KV, so that the next prompt is run whole."""
+        with self._lock:
+            self._context.clear()
+            self._past.clear()
 
     def interrupt(self) -> None:
         """End the running answer within one graph node. Any thread; harmless when none runs."""

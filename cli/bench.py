@@ -1,0 +1,100 @@
+"""`speculoe-local bench`: runs side by side, interleaved, as a table or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from speculoe_local.cli import options as opt
+
+if TYPE_CHECKING:
+    from speculoe_local.runtime.bench import Report
+
+__all__ = ["bench"]
+
+
+def bench(
+    model: opt.ModelName = None,
+    runs: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,...",
+            help="upstream: the unpatched library's own loop; resident: ours, all experts in memory; "
+            "cache: ours, slots for --expert-budget.",
+        ),
+    ] = "upstream,resident,cache",
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Output tokens per round.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Prompt tokens.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds; more, less noise.")] = 7,
+    upstream: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SPECULOE_UPSTREAM_LIB",
+            metavar="DIR",
+            show_default=False,
+            help="Folder of the unpatched libllama. Default: build/upstream/lib here.",
+        ),
+    ] = None,
+    json_: opt.Json = False,
+    expert_budget: opt.ExpertBudget = "25%",
+    link: opt.Link = None,
+    source: opt.Source = "auto",
+    repack: opt.Repack = True,
+    threads: opt.Threads = None,
+    ctx: opt.Ctx = 4096,
+    batch: opt.Batch = 512,
+    ubatch: opt.Ubatch = 512,
+) -> None:
+    """Compare runs: same prompt, same tokens, taking turns. Ratios are medians within rounds."""
+    from speculoe_local.runtime import bench as runtime
+
+    options = opt.engine_options(
+        expert_budget=expert_budget,
+        mode="exact",
+        predict=None,
+        device="auto",
+        link=link,
+        sidecar=None,
+        threads=threads,
+        ctx=ctx,
+        batch=batch,
+        ubatch=ubatch,
+        source=source,
+        repack=repack,
+    )
+    names = tuple(name.strip() for name in runs.split(",") if name.strip())
+    if upstream is None and Path("build/upstream/lib").is_dir():
+        upstream = Path("build/upstream/lib").resolve()
+    report = runtime.bench(
+        runtime.Plan(
+            opt.resolve_model(model), names, options, prompt_tokens, tokens, rounds, upstream
+        ),
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(json.dumps(report.to_json()) if json_ else _table(report))
+
+
+def _table(report: Report) -> str:
+    plan = report.plan
+    budget = plan.options.expert_budget
+    lines = [
+        f"{plan.path.name}: {plan.prompt_tokens} prompt tokens, {plan.tokens} output tokens, "
+        f"{plan.rounds} rounds, ubatch {plan.options.ubatch}, budget {budget}"
+        + (f", link {plan.options.link}" if plan.options.link else ""),
+        f"{'run':10} {'TPOT ms':>9} {'p90':>9} {'tokens/s':>9} {'prefill/s':>10} {'hits':>6} {'stall ms':>9}",
+    ]
+    lines += [
+        f"{run.name:10} {run.tpot_ms:9.2f} {run.tpot_ms_p90:9.2f} {run.decode_tps:9.1f} "
+        f"{run.prefill_tps:10.1f} {run.hit_rate:6.0%} {run.stall_ms:9.2f}"
+        for run in report.runs
+    ]
+    lines += [
+        f"TPOT {pair}: {ratio:.3f}   prompt time: {report.prefill_ratios[pair]:.3f}"
+        for pair, ratio in report.ratios.items()
+    ]
+    lines.append("all runs gave the same tokens" if report.same_tokens else "RUNS DIFFER IN THEIR TOKENS")
+    return "\n".join(lines)
