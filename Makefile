@@ -35,7 +35,7 @@ bench: setup $(STAMPS)/upstream ## our decode loop beside the unpatched library'
 check: $(STAMPS)/native $(STAMPS)/dev build/typeroot ## ruff, mypy, clang-format, patches; changes nothing
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy -p speculoe_local -p tests
+	$(VENV)/bin/mypy -p speculoe_local
 	$(VENV)/bin/clang-format --dry-run --Werror $(shell find native -name '*.h' -o -name '*.cpp')
 	$(PY) patches/source.py check
 

@@ -6,6 +6,7 @@ compares two runs is the median over rounds of one round's ratio.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -94,7 +95,9 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
     """
     unknown = [name for name in plan.runs if name not in RUNS]
     if unknown or not plan.runs:
-        raise OptionError(f"--runs {','.join(unknown) or '(none)'} is not known; use some of {','.join(RUNS)}")
+        raise OptionError(
+            f"--runs {','.join(unknown) or '(none)'} is not known; use some of {','.join(RUNS)}"
+        )
     host = machine.look()
     options = replace(plan.options, threads=plan.options.threads or host.cores)
     prompt = [7 + (i * 7919) % (_VOCABULARY - 7) for i in range(plan.prompt_tokens)]
@@ -116,8 +119,14 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
         runs=tuple(_summarize(name, [r[name] for r in rounds]) for name in plan.runs),
         ratios=_ratios(plan.runs, rounds, _tpot),
         prefill_ratios=_ratios(plan.runs, rounds, _prefill),
-        same_tokens=all(r[n]["tokens"] == rounds[0][plan.runs[0]]["tokens"] for r in rounds for n in r),
-        machine={"cores": host.cores, "memory_bytes": host.memory_bytes, "threads": options.threads},
+        same_tokens=all(
+            r[n]["tokens"] == rounds[0][plan.runs[0]]["tokens"] for r in rounds for n in r
+        ),
+        machine={
+            "cores": host.cores,
+            "memory_bytes": host.memory_bytes,
+            "threads": options.threads,
+        },
     )
 
 
@@ -128,7 +137,7 @@ def _options_of(name: str, options: EngineOptions) -> EngineOptions:
 def _gaps(timing: dict[str, Any]) -> list[float]:
     """Seconds between output tokens."""
     times = timing["times"][1:]
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
 def _tpot(timing: dict[str, Any]) -> float:
@@ -141,7 +150,9 @@ def _prefill(timing: dict[str, Any]) -> float:
 
 
 def _ratios(
-    names: Sequence[str], rounds: list[dict[str, dict[str, Any]]], measure: Callable[[dict[str, Any]], float]
+    names: Sequence[str],
+    rounds: list[dict[str, dict[str, Any]]],
+    measure: Callable[[dict[str, Any]], float],
 ) -> dict[str, float]:
     """Each run over each earlier one: median of the ratios within rounds."""
     return {
@@ -185,7 +196,9 @@ class _Worker:
         library = None
         if name == "upstream":
             if plan.upstream_library is None:
-                raise OptionError("--runs upstream needs the unpatched library; run `make upstream`")
+                raise OptionError(
+                    "--runs upstream needs the unpatched library; run `make upstream`"
+                )
             library = str(plan.upstream_library)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "speculoe_local.runtime.bench_worker"],
