@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 import speculoe_local
-from speculoe_local.cli import bench, chat, doctor
+from speculoe_local.cli import bench, chat, doctor, replay
 
 __all__ = ["app", "main"]
 
@@ -73,6 +73,7 @@ def _options(
 app.command("chat")(chat.chat)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
+app.command("replay")(replay.replay)
 
 
 def main() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,7 +25,8 @@ def bench(
         typer.Option(
             metavar="A,B,...",
             help="upstream: the unpatched library's own loop; resident: ours, all experts in memory; "
-            "cache: ours, slots for --expert-budget.",
+            "ondemand: ours, no cache, no prediction; cache: ours, slots for --expert-budget; "
+            "prefetch: the same with predicted uploads.",
         ),
     ] = "upstream,resident,cache",
     tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Output tokens per round.")] = 64,
@@ -39,6 +41,21 @@ def bench(
             help="Folder of the unpatched libllama. Default: build/upstream/lib here.",
         ),
     ] = None,
+    copy_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            show_default=False,
+            help="Set the link so that on-demand copies take X of TPOT.",
+        ),
+    ] = None,
+    buffers: Annotated[
+        Literal["slots", "two-layer"],
+        typer.Option(
+            help="two-layer: keep no expert from one layer to the next, as ondemand does."
+        ),
+    ] = "slots",
+    predict: opt.Predict = None,
     json_: opt.Json = False,
     expert_budget: opt.ExpertBudget = "25%",
     link: opt.Link = None,
@@ -55,7 +72,7 @@ def bench(
     options = opt.engine_options(
         expert_budget=expert_budget,
         mode="exact",
-        predict=None,
+        predict=predict,
         device="auto",
         link=link,
         sidecar=None,
@@ -71,7 +88,14 @@ def bench(
         upstream = Path("build/upstream/lib").resolve()
     report = runtime.bench(
         runtime.Plan(
-            opt.resolve_model(model), names, options, prompt_tokens, tokens, rounds, upstream
+            opt.resolve_model(model),
+            names,
+            replace(options, buffers=buffers, upload_threads=1 if link or copy_share else 2),
+            prompt_tokens,
+            tokens,
+            rounds,
+            upstream,
+            copy_share,
         ),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
@@ -85,16 +109,20 @@ def _table(report: Report) -> str:
         f"{plan.path.name}: {plan.prompt_tokens} prompt tokens, {plan.tokens} output tokens, "
         f"{plan.rounds} rounds, ubatch {plan.options.ubatch}, budget {budget}"
         + (f", link {plan.options.link}" if plan.options.link else ""),
-        f"{'run':10} {'TPOT ms':>9} {'p90':>9} {'tokens/s':>9} {'prefill/s':>10} {'hits':>6} {'stall ms':>9}",
+        f"{'run':10} {'TPOT ms':>9} {'p90':>9} {'tokens/s':>9} {'prefill/s':>10} {'hits':>6} {'stall ms':>9} "
+        f"{'copy ms':>8} {'recall':>7} {'overlap':>8}",
     ]
     lines += [
         f"{run.name:10} {run.tpot_ms:9.2f} {run.tpot_ms_p90:9.2f} {run.decode_tps:9.1f} "
-        f"{run.prefill_tps:10.1f} {run.hit_rate:6.0%} {run.stall_ms:9.2f}"
+        f"{run.prefill_tps:10.1f} {run.hit_rate:6.0%} {run.stall_ms:9.2f} {run.copy_ms:8.2f} "
+        f"{run.recall:7.0%} {run.overlap_reached:8.0%}"
         for run in report.runs
     ]
     lines += [
         f"TPOT {pair}: {ratio:.3f}   prompt time: {report.prefill_ratios[pair]:.3f}"
         for pair, ratio in report.ratios.items()
     ]
-    lines.append("all runs gave the same tokens" if report.same_tokens else "RUNS DIFFER IN THEIR TOKENS")
+    lines.append(
+        "all runs gave the same tokens" if report.same_tokens else "RUNS DIFFER IN THEIR TOKENS"
+    )
     return "\n".join(lines)

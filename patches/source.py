@@ -32,7 +32,18 @@ MAX_PATCHES, MAX_LINES = 5, 300
 TRAILERS = ("Why", "Reason", "Upstream", "Remove-when", "Hook", "Test")
 # What a build of the libraries reads; the rest of the archive (tests, models, UI) stays packed.
 PARTS = ("CMakeLists.txt", "LICENSE", "cmake", "ggml", "include", "src", "vendor")
-FORMAT_PATCH = ["-c", "diff.renames=true", "format-patch", "-q", "--zero-commit", "--no-signature", "--no-numbered", "--keep-subject", "--no-stat", "--full-index"]
+FORMAT_PATCH = [
+    "-c",
+    "diff.renames=true",
+    "format-patch",
+    "-q",
+    "--zero-commit",
+    "--no-signature",
+    "--no-numbered",
+    "--keep-subject",
+    "--no-stat",
+    "--full-index",
+]
 
 
 class SourceTreeError(Exception):
@@ -60,7 +71,12 @@ def digest(patched: bool = True) -> str:
 def describe() -> str:
     pin = read_pin()
     names = [patch.stem for patch in series()]
-    facts = {"package": pin["package"], "version": pin["version"], "digest": digest(), "patches": names}
+    facts = {
+        "package": pin["package"],
+        "version": pin["version"],
+        "digest": digest(),
+        "patches": names,
+    }
     return json.dumps(facts | {"build_type": "@CMAKE_BUILD_TYPE@"})
 
 
@@ -237,7 +253,11 @@ def main() -> int:
         elif options.command == "refresh":
             refresh(options.dest.resolve())
         else:
-            print({"digest": digest, "describe": describe, "archive": archive, "check": check}[options.command]())
+            print(
+                {"digest": digest, "describe": describe, "archive": archive, "check": check}[
+                    options.command
+                ]()
+            )
     except SourceTreeError as error:
         print(f"patches: {error}", file=sys.stderr)
         return 1

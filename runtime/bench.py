@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -20,17 +21,21 @@ from typing import Any
 
 from speculoe_local.runtime import machine
 from speculoe_local.runtime.errors import BackendError, OptionError
-from speculoe_local.runtime.options import EngineOptions
+from speculoe_local.runtime.modelmap import ModelMap
+from speculoe_local.runtime.options import EngineOptions, parse_link
 
-__all__ = ["RUNS", "Plan", "Report", "RunReport", "bench"]
+__all__ = ["RUNS", "Plan", "Report", "RunReport", "bench", "options_of"]
 
-RUNS = ("upstream", "resident", "cache")
+RUNS = ("upstream", "resident", "ondemand", "cache", "prefetch")
 _VOCABULARY = 1000  # prompts are made of the first ids, which every vocabulary has
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured: `rounds` times, every run answers `tokens` after `prompt_tokens`."""
+    """What is measured: `rounds` times, every run answers `tokens` after `prompt_tokens`.
+
+    `copy_share` sets the modelled link so that on-demand copies take that share of TPOT.
+    """
 
     path: Path
     runs: tuple[str, ...]
@@ -39,11 +44,18 @@ class Plan:
     tokens: int = 64
     rounds: int = 5
     upstream_library: Path | None = None
+    copy_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Medians over all rounds; durations in milliseconds per output token."""
+    """Medians over all rounds; durations in milliseconds per output token.
+
+    `copy_ms`: uploaded bytes over the link's rate; `compute_ms`: TPOT less stall. `overlap_bound`: the
+    share of on-demand TPOT that perfect overlap could hide, sum over layers but the first of
+    min(copy, window), over TPOT, where the window is the time from a layer having its experts to the
+    next asking for its own; `overlap_reached`: what this run hid of it. Both 0 without an on-demand run.
+    """
 
     name: str
     tpot_ms: float
@@ -51,9 +63,18 @@ class RunReport:
     decode_tps: float
     prefill_tps: float
     hit_rate: float
+    copy_ms: float
+    compute_ms: float
     stall_ms: float
+    overlap_bound: float
+    overlap_reached: float
     uploaded_bytes_per_token: float
+    recall: float
+    recall_nonresident: float
+    precision_nonresident: float
+    prediction_us: float
     exactness: str = "exact"
+    kl: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +121,14 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
         )
     host = machine.look()
     options = replace(plan.options, threads=plan.options.threads or host.cores)
-    prompt = [7 + (i * 7919) % (_VOCABULARY - 7) for i in range(plan.prompt_tokens)]
+    prompt = _prompt(0, plan.prompt_tokens)
+    plan = replace(plan, options=options)
+    if plan.copy_share is not None:
+        progress("measuring compute time, to set the link")
+        plan = replace(plan, options=replace(options, link=_link_for(plan, prompt)))
     with ExitStack() as stack:
         workers = {
-            name: stack.enter_context(_Worker(name, plan, _options_of(name, options)))
+            name: stack.enter_context(_Worker(name, plan, options_of(name, plan.options)))
             for name in plan.runs
         }
         for name, worker in workers.items():
@@ -113,14 +138,19 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
         for number in range(plan.rounds):
             progress(f"round {number + 1} of {plan.rounds}")
             order = plan.runs if number % 2 == 0 else plan.runs[::-1]
+            # Another prompt each round: a cache must not profit from having seen the answer before.
+            prompt = _prompt(number + 1, plan.prompt_tokens)
             rounds.append({name: workers[name].run(prompt, plan.tokens) for name in order})
+    ondemand = [r["ondemand"] for r in rounds] if "ondemand" in plan.runs else None
     return Report(
         plan=plan,
-        runs=tuple(_summarize(name, [r[name] for r in rounds]) for name in plan.runs),
+        runs=tuple(
+            _summarize(name, plan, [r[name] for r in rounds], ondemand) for name in plan.runs
+        ),
         ratios=_ratios(plan.runs, rounds, _tpot),
         prefill_ratios=_ratios(plan.runs, rounds, _prefill),
         same_tokens=all(
-            r[n]["tokens"] == rounds[0][plan.runs[0]]["tokens"] for r in rounds for n in r
+            t["tokens"] == r[plan.runs[0]]["tokens"] for r in rounds for t in r.values()
         ),
         machine={
             "cores": host.cores,
@@ -130,8 +160,34 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
     )
 
 
-def _options_of(name: str, options: EngineOptions) -> EngineOptions:
-    return replace(options, expert_budget="100%", link=None) if name == "resident" else options
+def _prompt(number: int, n_tokens: int) -> list[int]:
+    """Token ids that look random and differ from round to round."""
+    draw = random.Random(number)
+    return [draw.randrange(7, _VOCABULARY) for _ in range(n_tokens)]
+
+
+def options_of(name: str, options: EngineOptions) -> EngineOptions:
+    """How a run opens its engine."""
+    if name in ("upstream", "resident"):
+        return replace(options, expert_budget="100%", link=None, buffers="slots", predict="none")
+    if name == "ondemand":
+        return replace(options, buffers="two-layer", predict="none")
+    return replace(options, predict="none") if name == "cache" else options
+
+
+def _link_for(plan: Plan, prompt: list[int]) -> str:
+    """The rate at which on-demand copies take `copy_share` of TPOT: compute is measured without a link."""
+    share = plan.copy_share
+    if share is None or not 0 < share < 1:
+        raise OptionError(f"--copy-share {share} is not between 0 and 1; use for example 0.86")
+    options = options_of("ondemand", replace(plan.options, link=None))
+    with _Worker("ondemand", plan, options) as worker:
+        worker.run(prompt, plan.tokens)
+        timing = worker.run(prompt, plan.tokens)
+    found = ModelMap.read(plan.path)
+    nbytes = sum(layer.n_expert_used * layer.expert_bytes for layer in found.layers)
+    seconds = _tpot(timing) * share / (1 - share)
+    return f"{nbytes / seconds / 1e6:.3f}MB/s"
 
 
 def _gaps(timing: dict[str, Any]) -> list[float]:
@@ -162,22 +218,61 @@ def _ratios(
     }
 
 
-def _summarize(name: str, timings: list[dict[str, Any]]) -> RunReport:
+def _summarize(
+    name: str, plan: Plan, timings: list[dict[str, Any]], ondemand: list[dict[str, Any]] | None
+) -> RunReport:
     gaps = sorted(gap for timing in timings for gap in _gaps(timing))
     tpot = statistics.median(_tpot(timing) for timing in timings)
     n_tokens = sum(len(timing["tokens"]) for timing in timings)
-    requests = sum(timing.get("requests", 0) for timing in timings)
-    slotted = any(timing.get("tier", "resident") != "resident" for timing in timings)
+
+    def per_token(counter: str) -> float:
+        return float(sum(t.get("slots", {}).get(counter, 0) for t in timings)) / n_tokens
+
+    def share(part: str, whole: str, otherwise: float = 0.0) -> float:
+        return float(per_token(part) / per_token(whole)) if per_token(whole) else otherwise
+
+    rate = parse_link(plan.options.link).rate if plan.options.link else 0.0
+    moved = per_token("uploaded_bytes") - per_token("staged_bytes")
+    stall = 1e-9 * statistics.median(
+        t.get("slots", {}).get("stall_ns", 0) / len(t["tokens"]) for t in timings
+    )
+    bound, reached = _overlap(plan, rate, timings, ondemand) if ondemand else (0.0, 0.0)
     return RunReport(
         name=name,
         tpot_ms=tpot * 1e3,
         tpot_ms_p90=gaps[int(0.9 * (len(gaps) - 1))] * 1e3,
         decode_tps=1 / tpot,
         prefill_tps=statistics.median(_prompt_length(t) / _prefill(t) for t in timings),
-        hit_rate=sum(t.get("hits", 0) for t in timings) / requests if slotted and requests else 1.0,
-        stall_ms=1e3 * sum(t.get("stall_s", 0.0) for t in timings) / n_tokens,
-        uploaded_bytes_per_token=sum(t.get("uploaded_bytes", 0) for t in timings) / n_tokens,
+        hit_rate=share("hits", "requests", 1.0),
+        copy_ms=1e3 * moved / rate if rate else 0.0,
+        compute_ms=1e3 * (tpot - stall),
+        stall_ms=1e3 * stall,
+        overlap_bound=bound,
+        overlap_reached=reached,
+        uploaded_bytes_per_token=moved,
+        recall=share("true_predicted", "true_experts"),
+        recall_nonresident=share("true_nonresident_predicted", "true_nonresident"),
+        precision_nonresident=share("true_nonresident_predicted", "predicted_nonresident"),
+        prediction_us=1e6 * statistics.median(t.get("prediction_s", 0.0) for t in timings),
     )
+
+
+def _overlap(
+    plan: Plan, rate: float, timings: list[dict[str, Any]], ondemand: list[dict[str, Any]]
+) -> tuple[float, float]:
+    """(bound as a share of on-demand TPOT, share of the bound that this run hid)."""
+    if not rate:
+        return 0.0, 0.0
+    layers = ModelMap.read(plan.path).layers
+    windows = len(layers) - 1
+    copy = statistics.mean(layer.n_expert_used * layer.expert_bytes for layer in layers[1:]) / rate
+    bounds, hidden = [], []
+    for ours, base in zip(timings, ondemand, strict=True):
+        window = 1e-9 * base["slots"]["window_ns"] / (len(base["tokens"]) - 1) / windows
+        bound = windows * min(copy, window)
+        bounds.append(bound / _tpot(base))
+        hidden.append((_tpot(base) - _tpot(ours)) / bound)
+    return statistics.median(bounds), statistics.median(hidden)
 
 
 def _prompt_length(timing: dict[str, Any]) -> int:

@@ -15,12 +15,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 Timing = dict[str, Any]
 
 
-def plain_llama(path: str, library: str, options: dict[str, Any]) -> Callable[[Sequence[int], int], Timing]:
+def plain_llama(
+    path: str, library: str, options: dict[str, Any]
+) -> Callable[[Sequence[int], int], Timing]:
     """The unpatched library: load with its defaults, llama_decode, greedy sampler."""
     os.environ["LLAMA_CPP_LIB_PATH"] = library
     from llama_cpp import llama_cpp as bound
@@ -74,18 +77,17 @@ def our_engine(path: str, options: dict[str, Any]) -> Callable[[Sequence[int], i
         before = engine.slot_stats()
         times = [time.perf_counter()]
         tokens = []
-        for step in engine.generate(prompt, sampling=Sampling(temp=0), max_tokens=n_tokens, ignore_end=True):
+        for step in engine.generate(
+            prompt, sampling=Sampling(temp=0), max_tokens=n_tokens, ignore_end=True
+        ):
             times.append(time.perf_counter())
             tokens.append(step.token)
         spent = engine.slot_stats().since(before)
         return {
             "times": times,
             "tokens": tokens,
-            "tier": engine.info.tier,
-            "hits": spent.hits,
-            "requests": spent.requests,
-            "stall_s": spent.stall_ns / 1e9,
-            "uploaded_bytes": spent.uploaded_bytes,
+            "slots": asdict(spent),
+            "prediction_s": engine.prediction_seconds,
         }
 
     return run

@@ -74,7 +74,10 @@ def examine(model: Path | None = None) -> list[Finding]:
     build = build_facts()
     limit = host.cgroup_limit_bytes
     findings = [
-        Finding("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
+        Finding(
+            "system",
+            f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        ),
         Finding("cores", str(host.cores), f"--threads {host.cores} unless told otherwise"),
         Finding(
             "memory",

@@ -28,7 +28,9 @@ from speculoe_local.runtime.errors import (
 from speculoe_local.runtime.llama import Context, Model, Shape
 from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.options import EngineOptions, Message, Sampling, parse_link
+from speculoe_local.runtime.orchestrator import Orchestrator
 from speculoe_local.runtime.placement import Placement
+from speculoe_local.runtime.predict import make_predictor
 from speculoe_local.runtime.sampler import Sampler
 from speculoe_local.runtime.slots import ExpertSlots, SlotStats
 from speculoe_local.runtime.stats import Stats, Tier
@@ -81,6 +83,8 @@ class Engine:
         model: Model,
         context: Context,
         slots: ExpertSlots | None,
+        orchestrator: Orchestrator | None,
+        options: EngineOptions,
         tier: Tier,
         load_s: float,
     ) -> None:
@@ -88,6 +92,8 @@ class Engine:
         self._model = model
         self._context = context
         self._slots = slots
+        self._orchestrator = orchestrator
+        self.predictor = (options.predict or "quasi-hidden") if orchestrator else "none"
         self._load_s = load_s
         self._lock = threading.RLock()
         self._interrupted = threading.Event()
@@ -123,7 +129,10 @@ class Engine:
         found = ModelMap.read(path)
         host = machine.look()
         budget = placement.parse_budget(options.expert_budget)
-        placed = placement.plan(found, budget, available_bytes=host.available_bytes)
+        if options.buffers == "two-layer":
+            placed = placement.two_layers(found)
+        else:
+            placed = placement.plan(found, budget, available_bytes=host.available_bytes)
         slotted = placed.kind == "slotted"
         if options.link and not slotted:
             raise OptionError(
@@ -148,6 +157,7 @@ class Engine:
                     source=_source(options, found, host),
                     policy=options.policy,
                     upload_threads=options.upload_threads,
+                    forget=options.buffers == "two-layer",
                     repack=options.repack,
                     link=parse_link(options.link) if options.link else None,
                 )
@@ -161,11 +171,16 @@ class Engine:
                     n_threads=options.threads or host.cores,
                 ),
             )
+            orchestrator = None
             if slots is not None:
                 slots.attach(context.handle)
+                predictor = make_predictor(options.predict or "quasi-hidden", found)
+                if predictor is not None:
+                    orchestrator = Orchestrator(slots, predictor, found.n_embd, _most_used(found))
             undo.pop_all()
         tier: Tier = "resident" if not slotted else "link" if options.link else "disk-ram"
-        return cls(found, placed, model, context, slots, tier, time.perf_counter() - begin)
+        load_s = time.perf_counter() - begin
+        return cls(found, placed, model, context, slots, orchestrator, options, tier, load_s)
 
     def chat(
         self,
@@ -229,7 +244,9 @@ class Engine:
                 "shorten it or raise --ctx"
             )
         limit = room if max_tokens is None else min(max_tokens, room)
-        return self._answer(tokens, sampling, limit, StopMatcher(stop), cancel, logits_hash, ignore_end)
+        return self._answer(
+            tokens, sampling, limit, StopMatcher(stop), cancel, logits_hash, ignore_end
+        )
 
     def _answer(
         self,
@@ -334,6 +351,12 @@ class Engine:
         """Counters of the expert slots since opening; zeros where all experts are resident."""
         return self._slots.stats() if self._slots is not None else SlotStats()
 
+    @property
+    def prediction_seconds(self) -> float:
+        """Mean time of one prediction with its queueing; 0 before the first."""
+        by = self._orchestrator
+        return by.seconds / by.predictions if by is not None and by.predictions else 0.0
+
     def check(self) -> None:
         """Raises BackendError when a slot table breaks an invariant. For tests and idle time."""
         if self._slots is not None:
@@ -346,6 +369,8 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
+            if self._orchestrator is not None:
+                self._orchestrator.close()
             if self._slots is not None:
                 self._slots.detach(self._context.handle)
             self._context.close()
@@ -383,6 +408,7 @@ class _Meter:
             budget_bytes=engine.info.placement.used_bytes,
             n_slots=engine.info.placement.slots,
             residency=engine.info.placement.residency,
+            predictor=engine.predictor,
             experts_per_token=sum(layer.n_expert_used for layer in engine._map.layers),
         )
         self.cached_tokens = 0
@@ -420,6 +446,10 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
             break
         n += 1
     return n
+
+
+def _most_used(model: ModelMap) -> int:
+    return max(layer.n_expert_used for layer in model.layers)
 
 
 def _source(options: EngineOptions, model: ModelMap, host: machine.Machine) -> str:

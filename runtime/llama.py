@@ -146,9 +146,20 @@ class Shape:
 class Context:
     """One mutable timeline of tokens per sequence over a model. Not thread-safe."""
 
-    def __init__(self, model: Model, shape: Shape) -> None:
-        """Raises BackendError when memory for KV or compute buffers is short."""
+    def __init__(
+        self, model: Model, shape: Shape, *, watch: Callable[[int, bool], bool] | None = None
+    ) -> None:
+        """Raises BackendError when memory for KV or compute buffers is short.
+
+        `watch(tensor, ask)` is llama.cpp's cb_eval: asked which nodes it wants, then shown those; it
+        must not raise. It splits the graph, so it is for measuring, never for answering.
+        """
         params = llama.llama_context_default_params()
+        if watch is not None:
+            self._watch = llama.ggml_backend_sched_eval_callback(
+                lambda tensor, ask, _data: watch(tensor, ask)
+            )
+            params.cb_eval = self._watch
         params.n_ctx = shape.n_ctx
         params.n_batch = shape.n_batch
         params.n_ubatch = min(shape.n_ubatch, shape.n_batch)

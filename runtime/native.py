@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 
 from speculoe_local.runtime.errors import BackendError
 from speculoe_local.runtime.lib import speculoe_library as _library
 
-__all__ = ["ABI_VERSION", "POLICY", "SOURCE", "Matrix", "Params", "Stats", "Status", "functions"]
+__all__ = [
+    "ABI_VERSION",
+    "CLAIRVOYANT",
+    "POLICY",
+    "SOURCE",
+    "GateParams",
+    "Matrix",
+    "Params",
+    "ReplayCounts",
+    "ReplayParams",
+    "Stats",
+    "Status",
+    "functions",
+]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 SOURCE = {"buffered": 0, "direct": 1, "mapped": 2}
-POLICY = {"decayed": 0, "lru": 1}
+POLICY = {"decayed": 0, "lru": 1, "learned": 2}
+CLAIRVOYANT = -1  # SPO_REPLAY_CLAIRVOYANT
 
 
 class Status:
@@ -34,7 +48,7 @@ class Matrix(ctypes.Structure):
         ("ne0", c_int64),
         ("ne1", c_int64),
         ("file", c_int32),
-        ("reserved", c_int32),
+        ("shared", c_int32),
         ("offset", c_uint64),
         ("expert_bytes", c_uint64),
     ]
@@ -57,6 +71,7 @@ class Params(ctypes.Structure):
         ("half_life", c_int32),
         ("n_workers", c_int32),
         ("n_parallel", c_int32),
+        ("forget", c_int32),
         ("repack", c_int32),
         ("link_rate", c_double),
         ("link_latency", c_double),
@@ -74,12 +89,65 @@ class Stats(ctypes.Structure):
         ("staged_bytes", c_uint64),
         ("predicted", c_uint64),
         ("wasted_bytes", c_uint64),
+        ("true_experts", c_uint64),
+        ("true_predicted", c_uint64),
+        ("true_nonresident", c_uint64),
+        ("true_nonresident_predicted", c_uint64),
+        ("predicted_nonresident", c_uint64),
         ("stall_ns", c_uint64),
+        ("window_ns", c_uint64),
         ("bank_bytes", c_uint64),
         ("staging_bytes", c_uint64),
         ("source", c_int32),
         ("repacked", c_int32),
     ]
+
+
+class GateParams(ctypes.Structure):
+    """spo_gate_params"""
+
+    _fields_ = [
+        ("router", c_void_p),
+        ("norm", c_void_p),
+        ("norm_bias", c_void_p),
+        ("bias", c_void_p),
+        ("selection_bias", c_void_p),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("n_expert", c_int32),
+        ("n_embd", c_int32),
+        ("n_used", c_int32),
+        ("n_ids", c_int32),
+        ("gating", c_int32),
+        ("selection", c_int32),
+        ("n_groups", c_int32),
+        ("n_groups_used", c_int32),
+        ("norm_weights", c_int32),
+    ]
+
+
+class ReplayParams(ctypes.Structure):
+    """spo_replay_params"""
+
+    _fields_ = [
+        ("ids", c_void_p),
+        ("pool_of", ctypes.POINTER(c_int32)),
+        ("pools", ctypes.POINTER(c_int32)),
+        ("n_tokens", c_int64),
+        ("n_warm", c_int64),
+        ("n_layers", c_int32),
+        ("n_used", c_int32),
+        ("n_expert", c_int32),
+        ("n_pools", c_int32),
+        ("policy", c_int32),
+        ("half_life", c_int32),
+    ]
+
+
+class ReplayCounts(ctypes.Structure):
+    """spo_replay_counts"""
+
+    _fields_ = [("requests", c_uint64), ("hits", c_uint64), ("uploads", c_uint64)]
 
 
 _PROTOTYPES = {
@@ -93,9 +161,30 @@ _PROTOTYPES = {
     "spo_engine_detach": (None, [c_void_p, c_void_p]),
     "spo_engine_interrupt": (None, [c_void_p]),
     "spo_engine_reset": (c_char_p, [c_void_p]),
-    "spo_engine_prefetch": (c_int32, [c_void_p, c_int32, ctypes.POINTER(c_int32), c_int32]),
+    "spo_engine_prefetch": (c_int32, [c_void_p, c_int32, c_void_p, c_int32]),
+    "spo_tap_open": (None, [c_void_p, c_int32]),
+    "spo_tap_close": (None, [c_void_p]),
+    "spo_tap_next": (
+        c_int32,
+        [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, ctypes.POINTER(c_int32), c_int32],
+    ),
     "spo_engine_get_stats": (None, [c_void_p, ctypes.POINTER(Stats)]),
     "spo_engine_check": (c_int32, [c_void_p]),
+    "spo_gate_new": (
+        c_int32,
+        [ctypes.POINTER(GateParams), ctypes.POINTER(c_void_p), ctypes.c_char_p, c_size_t],
+    ),
+    "spo_gate_free": (None, [c_void_p]),
+    "spo_gate_route": (c_int32, [c_void_p] * 6),
+    "spo_replay": (
+        c_int32,
+        [
+            ctypes.POINTER(ReplayParams),
+            ctypes.POINTER(ReplayCounts),
+            ctypes.c_char_p,
+            c_size_t,
+        ],
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from speculoe_local.runtime.errors import OptionError
 __all__ = ["EngineOptions", "Link", "Message", "Sampling", "parse_link"]
 
 _MODES = ("exact", "speculate", "estimate", "hybrid")
+_BUFFERS = ("slots", "two-layer")
 _SOURCES = ("auto", "buffered", "direct", "mapped")
 _RATE = re.compile(r"([0-9.]+)\s*([kmgt]?)(i?)b/s", re.IGNORECASE)
 _TIME = re.compile(r"([0-9.]+)\s*(ns|us|ms|s)", re.IGNORECASE)
@@ -48,7 +49,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is opened. Raises OptionError when a value is not usable, before any work."""
+    """How a model is opened. Raises OptionError when a value is not usable, before any work.
+
+    `predict` None means the default, quasi-hidden. `buffers` two-layer keeps no expert from one layer
+    to the next (a measurement: the setting of arXiv 2603.19289); the budget then does not count.
+    """
 
     expert_budget: str = "auto"
     mode: str = "exact"
@@ -61,8 +66,9 @@ class EngineOptions:
     batch: int = 512
     ubatch: int = 512
     source: str = "auto"
-    policy: Literal["decayed", "lru"] = "decayed"
+    policy: Literal["learned", "decayed", "lru"] = "learned"
     upload_threads: int = 2
+    buffers: str = "slots"
     repack: bool = True
 
     def __post_init__(self) -> None:
@@ -72,10 +78,7 @@ class EngineOptions:
             raise OptionError(
                 f"--mode {self.mode} needs a calibrated predictor, which this version lacks; use exact"
             )
-        if self.predict not in (None, "none"):
-            raise OptionError(
-                f"--predict {self.predict} is not available in this version; use none"
-            )
+        _one_of("--buffers", self.buffers, _BUFFERS)
         if self.device not in ("auto", "cpu"):
             raise OptionError(f"--device {self.device} is not built in; use cpu or auto")
         for name in ("threads", "ctx", "batch", "ubatch", "upload_threads"):

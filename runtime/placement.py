@@ -19,7 +19,16 @@ from typing import Literal
 from speculoe_local.runtime.errors import BudgetError, OptionError
 from speculoe_local.runtime.modelmap import ModelMap, MoeLayer
 
-__all__ = ["Budget", "Placement", "Pool", "describe", "format_bytes", "parse_budget", "plan"]
+__all__ = [
+    "Budget",
+    "Placement",
+    "Pool",
+    "describe",
+    "format_bytes",
+    "parse_budget",
+    "plan",
+    "two_layers",
+]
 
 DEFAULT_RESERVE_BYTES = 512 << 20  # context, compute buffers and the program itself, for `auto`
 _ROOMY = 8  # a second staging buffer comes when two take at most this part of the budget
@@ -155,6 +164,34 @@ def plan(
         residency=sum(p.slots for p in pools) / sum(layer.n_expert for layer in model.layers),
         smallest_bytes=smallest,
         reason=reason,
+    )
+
+
+def two_layers(model: ModelMap) -> Placement:
+    """Slots for all experts of two layers of each shape, for measurements without a cache.
+
+    Raises BudgetError for a model without routed experts.
+    """
+    if not model.is_moe:
+        raise BudgetError(f"{model.name} has no routed experts, so there is nothing to buffer")
+    largest = plan(model, parse_budget("100%"))
+    slot_bytes = [layer.expert_bytes for layer in model.layers]
+    pools = tuple(
+        Pool(pool.layers, 2 * model.layer(pool.layers[0]).n_expert, pool.slot_bytes)
+        for pool in _shared(model, slot_bytes, 0)
+    )
+    staging = _staging_bytes(model)
+    used = _slots_bytes(pools) + staging
+    return Placement(
+        kind="slotted",
+        pools=pools,
+        staging_bytes=staging,
+        staging_buffers=1,
+        budget_bytes=used,
+        used_bytes=used,
+        residency=sum(p.slots for p in pools) / sum(layer.n_expert for layer in model.layers),
+        smallest_bytes=largest.smallest_bytes,
+        reason="two layers' worth of buffers, nothing is kept",
     )
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from speculoe_local.runtime import native
 from speculoe_local.runtime.errors import BackendError, SourceError
@@ -16,7 +19,7 @@ from speculoe_local.runtime.modelmap import MatrixKind, ModelMap
 from speculoe_local.runtime.options import Link
 from speculoe_local.runtime.placement import Placement
 
-__all__ = ["ExpertSlots", "SlotStats"]
+__all__ = ["ExpertSlots", "SlotStats", "TapRoom"]
 
 # The order in which llama.cpp's build_moe_ffn uses the matrices of a layer; staging relies on it
 # for overlap, never for correctness.
@@ -35,7 +38,13 @@ class SlotStats:
     staged_bytes: int = 0
     predicted: int = 0
     wasted_bytes: int = 0
+    true_experts: int = 0
+    true_predicted: int = 0
+    true_nonresident: int = 0
+    true_nonresident_predicted: int = 0
+    predicted_nonresident: int = 0
     stall_ns: int = 0
+    window_ns: int = 0
     bank_bytes: int = 0
     staging_bytes: int = 0
     source: str = "buffered"
@@ -43,20 +52,48 @@ class SlotStats:
 
     def since(self, before: SlotStats) -> SlotStats:
         """The counters' growth since `before`; sizes and names stay."""
-        grown = {
-            name: getattr(self, name) - getattr(before, name)
-            for name in ("requests", "hits", "uploads", "uploaded_bytes", "staged_bytes")
-        }
-        return SlotStats(
-            **grown,
-            predicted=self.predicted - before.predicted,
-            wasted_bytes=self.wasted_bytes - before.wasted_bytes,
-            stall_ns=self.stall_ns - before.stall_ns,
-            bank_bytes=self.bank_bytes,
-            staging_bytes=self.staging_bytes,
-            source=self.source,
-            repacked=self.repacked,
-        )
+        counters = [f.name for f in fields(self) if f.name not in _NO_COUNTERS]
+        return replace(self, **{n: getattr(self, n) - getattr(before, n) for n in counters})
+
+    @property
+    def recall(self) -> float:
+        """Share of the true experts that were predicted, over the layers that predict."""
+        return _share(self.true_predicted, self.true_experts)
+
+    @property
+    def recall_nonresident(self) -> float:
+        """The same over experts that were not resident when predicted."""
+        return _share(self.true_nonresident_predicted, self.true_nonresident)
+
+    @property
+    def precision_nonresident(self) -> float:
+        """Share of predictions of experts not resident then that were right."""
+        return _share(self.true_nonresident_predicted, self.predicted_nonresident)
+
+
+_NO_COUNTERS = ("bank_bytes", "staging_bytes", "source", "repacked")
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+class TapRoom:
+    """Memory that taps are copied into, over and over: residual and shared output [n_embd] float32,
+    ids [n_used] int32, weights [n_used] float32."""
+
+    def __init__(self, n_embd: int, n_used: int) -> None:
+        self.residual = np.zeros(n_embd, np.float32)
+        self.shared = np.zeros(n_embd, np.float32)
+        self.ids = np.zeros(n_used, np.int32)
+        self.weights = np.zeros(n_used, np.float32)
+        self._n_used = ctypes.c_int32()
+        arrays = (self.residual, self.shared, self.ids, self.weights)
+        self.addresses = (*(a.ctypes.data for a in arrays), ctypes.byref(self._n_used))
+
+    @property
+    def n_used(self) -> int:
+        return self._n_used.value
 
 
 class ExpertSlots:
@@ -68,10 +105,11 @@ class ExpertSlots:
         placement: Placement,
         *,
         source: str,
-        policy: str = "decayed",
+        policy: str = "learned",
         half_life: int = 16,
         upload_threads: int = 2,
         n_parallel: int = 1,
+        forget: bool = False,
         repack: bool = True,
         link: Link | None = None,
     ) -> None:
@@ -91,6 +129,7 @@ class ExpertSlots:
         for row, (layer, matrix) in zip(table, matrices, strict=True):
             row.name = matrix.name.encode()
             row.layer = layer
+            row.shared = int(model.layer(layer).has_shared)
             row.pool = pool_of[layer]
             row.type = matrix.ggml_type
             row.n_expert = matrix.n_expert
@@ -114,6 +153,7 @@ class ExpertSlots:
             half_life=half_life,
             n_workers=upload_threads,
             n_parallel=n_parallel,
+            forget=int(forget),
             repack=int(repack),
             link_rate=link.rate if link else 0.0,
             link_latency=link.latency if link else 0.0,
@@ -150,11 +190,25 @@ class ExpertSlots:
         text: bytes = native.functions.spo_engine_reset(self._open)
         return text.decode("utf-8", "replace")
 
-    def prefetch(self, layer: int, experts: list[int]) -> int:
-        """Queue predicted uploads for block `layer`, most certain first; how many were accepted."""
-        ids = (ctypes.c_int32 * len(experts))(*experts)
-        accepted: int = native.functions.spo_engine_prefetch(self._open, layer, ids, len(experts))
-        return accepted
+    def prefetch(self, layer: int, experts: npt.NDArray[np.int32]) -> int:
+        """The prediction for block `layer`, most certain first; how many uploads were started."""
+        started: int = native.functions.spo_engine_prefetch(
+            self._open, layer, experts.ctypes.data, len(experts)
+        )
+        return started
+
+    def open_taps(self, n_embd: int) -> None:
+        """From now on decode steps leave taps for `next_tap`."""
+        native.functions.spo_tap_open(self._open, n_embd)
+
+    def close_taps(self) -> None:
+        """Wakes whoever waits in `next_tap`."""
+        native.functions.spo_tap_close(self._open)
+
+    def next_tap(self, room: TapRoom, timeout_ms: int) -> int:
+        """Wait for the newest tap, written into `room`: its block, -1 after the time, -2 once closed."""
+        block: int = native.functions.spo_tap_next(self._open, *room.addresses, timeout_ms)
+        return block
 
     def stats(self) -> SlotStats:
         found = native.Stats()

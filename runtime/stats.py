@@ -30,6 +30,7 @@ class Stats:
     n_slots: int
     residency: float
     experts_per_token: int
+    predictor: str = "none"
     slots: SlotStats = field(default_factory=SlotStats)
     logits_sha256: str | None = None
 
@@ -76,14 +77,14 @@ class Stats:
                 "budget_bytes": self.budget_bytes,
                 "slots": self.n_slots,
                 "residency": round(self.residency, 4),
-                "predictor": "none",
+                "predictor": self.predictor,
                 "requests": self.requests,
                 "hits": self.hits,
                 "hit_rate": round(self.hit_rate, 4),
                 "predicted": self.slots.predicted,
-                "recall": 0.0,
-                "recall_nonresident": 0.0,
-                "precision_nonresident": 0.0,
+                "recall": round(self.slots.recall, 4),
+                "recall_nonresident": round(self.slots.recall_nonresident, 4),
+                "precision_nonresident": round(self.slots.precision_nonresident, 4),
                 "uploaded_bytes": self.slots.uploaded_bytes,
                 "wasted_bytes": self.slots.wasted_bytes,
                 "stall_ms_per_token": round(self._stall_ms_per_token(), 3),

@@ -1,10 +1,13 @@
 // The C boundary: the only place where exceptions stop.
 
 #include "engine.h"
+#include "gate.h"
 #include "hook.h"
 #include "llama.h"
+#include "replay.h"
 #include "speculoe/speculoe.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <new>
 #include <stdexcept>
@@ -14,6 +17,10 @@ struct spo_engine {
     std::string text; // what the last call returned a pointer to
 
     explicit spo_engine(const spo_params & params) : engine(params) {}
+};
+
+struct spo_gate : spo::gate {
+    using gate::gate;
 };
 
 namespace {
@@ -49,13 +56,13 @@ spo_status spo_engine_new(const spo_params * params, spo_engine ** out, char * e
 void spo_engine_free(spo_engine * engine) { delete engine; }
 
 spo_status spo_engine_attach(spo_engine * engine, llama_context * ctx) {
-    llama_set_moe_hook(ctx, spo::moe_hook, &engine->engine);
+    llama_set_moe_hooks(ctx, &spo::moe_hooks(), &engine->engine);
     llama_set_abort_callback(ctx, should_abort, engine);
     return SPO_OK;
 }
 
 void spo_engine_detach(spo_engine *, llama_context * ctx) {
-    llama_set_moe_hook(ctx, nullptr, nullptr);
+    llama_set_moe_hooks(ctx, nullptr, nullptr);
     llama_set_abort_callback(ctx, nullptr, nullptr);
 }
 
@@ -75,6 +82,25 @@ int32_t spo_engine_prefetch(spo_engine * engine, int32_t layer, const int32_t * 
     }
 }
 
+void spo_tap_open(spo_engine * engine, int32_t n_embd) { engine->engine.taps().open(n_embd); }
+
+void spo_tap_close(spo_engine * engine) { engine->engine.taps().close(); }
+
+int32_t spo_tap_next(spo_engine * engine, float * residual, float * shared, int32_t * ids, float * weights,
+                     int32_t * n_used, int32_t timeout_ms) {
+    thread_local spo::tap newest;
+    spo::tap_box &        taps = engine->engine.taps();
+    if (!taps.read(newest, timeout_ms)) {
+        return taps.is_open() ? -1 : -2;
+    }
+    std::copy(newest.residual.begin(), newest.residual.end(), residual);
+    std::copy(newest.shared.begin(), newest.shared.end(), shared);
+    std::copy(newest.ids.begin(), newest.ids.end(), ids);
+    std::copy(newest.weights.begin(), newest.weights.end(), weights);
+    *n_used = int32_t(newest.ids.size());
+    return engine->engine.layer(newest.layer).block;
+}
+
 void spo_engine_get_stats(spo_engine * engine, spo_stats * out) { *out = engine->engine.stats(); }
 
 spo_status spo_engine_check(spo_engine * engine) {
@@ -84,6 +110,39 @@ spo_status spo_engine_check(spo_engine * engine) {
     }
     engine->engine.fail(broken);
     return SPO_ERR_INVALID;
+}
+
+spo_status spo_gate_new(const spo_gate_params * params, spo_gate ** out, char * error, size_t error_size) {
+    *out = nullptr;
+    try {
+        *out = new spo_gate(*params);
+        return SPO_OK;
+    } catch (const std::exception & e) {
+        if (error && error_size > 0) {
+            std::snprintf(error, error_size, "%s", e.what());
+        }
+        return dynamic_cast<const std::bad_alloc *>(&e) ? SPO_ERR_MEMORY : SPO_ERR_INVALID;
+    }
+}
+
+void spo_gate_free(spo_gate * gate) { delete gate; }
+
+spo_status spo_gate_route(spo_gate * gate, const float * residual, const float * add, int32_t * ids, float * weights,
+                          float * probs) {
+    return gate->route(residual, add, ids, weights, probs) ? SPO_OK : SPO_ERR_INVALID;
+}
+
+spo_status spo_replay(const spo_replay_params * params, spo_replay_counts * out, char * error, size_t error_size) {
+    *out = {};
+    try {
+        *out = spo::replay(*params);
+        return SPO_OK;
+    } catch (const std::exception & e) {
+        if (error && error_size > 0) {
+            std::snprintf(error, error_size, "%s", e.what());
+        }
+        return dynamic_cast<const std::bad_alloc *>(&e) ? SPO_ERR_MEMORY : SPO_ERR_INVALID;
+    }
 }
 
 } // extern "C"

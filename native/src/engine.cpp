@@ -11,10 +11,13 @@ namespace spo {
 
 namespace {
 
-constexpr size_t stage_chunk        = size_t(4) << 20; // one read of neighbouring experts
-constexpr size_t predicted_capacity = 256;
+constexpr float precision_step = 0.02f; // weight of the newest outcome, right or wrong
+constexpr float timing_step    = 0.05f; // weight of the newest duration
 
 std::vector<std::string> paths_of(const spo_params & params) { return { params.files, params.files + params.n_files }; }
+
+// A third of what one token leaves over, and one slot whenever there is one.
+int probation_of(int n_slots, int n_used) { return std::max(n_slots > n_used ? 1 : 0, (n_slots - n_used) / 3); }
 
 uint64_t now_ns() {
     return uint64_t(
@@ -26,11 +29,12 @@ uint64_t now_ns() {
 
 engine::engine(const spo_params & params) :
     n_parallel_(params.n_parallel),
+    forget_(params.forget != 0),
     source_(paths_of(params), params.source),
     link_(params.link_rate, params.link_latency) {
     read_layout(params);
     make_pools(params);
-    queue_ = std::make_unique<upload_queue>(params.n_workers, predicted_capacity);
+    queue_ = std::make_unique<upload_queue>(params.n_workers);
 }
 
 void engine::read_layout(const spo_params & params) {
@@ -50,7 +54,7 @@ void engine::read_layout(const spo_params & params) {
         }
         if (layers_.empty() || layers_.back().block != m.layer) {
             by_block_[m.layer] = int(layers_.size());
-            layers_.push_back({ this, m.layer, m.pool, pool_layers[m.pool]++, i, 0, m.n_expert, 0 });
+            layers_.push_back({ this, m.layer, m.pool, pool_layers[m.pool]++, i, 0, m.n_expert, 0, m.shared != 0 });
         }
         moe_layer & layer = layers_.back();
         if (layer.pool != m.pool || layer.n_expert != m.n_expert) {
@@ -91,7 +95,7 @@ void engine::make_pools(const spo_params & params) {
         }
         const int n_layers = int(members.size());
         slot_pool pool{
-            slot_table(n_slots, std::max(0, (n_slots - params.n_used) / 4), n_layers, model.n_expert,
+            slot_table(n_slots, probation_of(n_slots, params.n_used), n_layers, model.n_expert,
                        make_policy(params.policy, n_layers, model.n_expert, params.half_life)),
             {},
             {},
@@ -119,6 +123,7 @@ void engine::make_pools(const spo_params & params) {
     }
     staging_             = std::make_unique<staging>(shapes, experts, bufts_, params.n_staging);
     stats_.staging_bytes = staging_->bytes();
+    predictions_.resize(layers_.size());
 }
 
 const matrix * engine::find(const char * tensor_name) const {
@@ -126,10 +131,14 @@ const matrix * engine::find(const char * tensor_name) const {
     return found == by_name_.end() ? nullptr : &matrices_[found->second];
 }
 
-bool engine::decodes(const matrix & m, int64_t n_used, int64_t n_tokens) const {
-    const moe_layer &  layer = layers_[m.layer];
-    const slot_table & table = pools_[layer.pool].table;
-    return n_tokens <= n_parallel_ && std::min<int64_t>(m.n_expert, n_used * n_tokens) <= table.size();
+const moe_layer * engine::find_layer(int block) const {
+    const auto found = by_block_.find(block);
+    return found == by_block_.end() ? nullptr : &layers_[found->second];
+}
+
+bool engine::decodes(const moe_layer & layer, int64_t n_used, int64_t n_tokens) const {
+    return n_tokens <= n_parallel_ &&
+           std::min<int64_t>(layer.n_expert, n_used * n_tokens) <= pools_[layer.pool].table.size();
 }
 
 // --- decoding
@@ -145,63 +154,81 @@ void engine::release_pins() {
     pinned_.clear();
 }
 
-void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
+void engine::request(int layer_index, const id_view & ids) {
     const moe_layer & layer = layers_[layer_index];
     slot_pool &       pool  = pools_[layer.pool];
     slot_table &      table = pool.table;
     const int         pl    = layer.pool_layer;
 
     lock held(mutex_);
+    if (layer_index == acquired_ + 1) {
+        const uint64_t window = now_ns() - acquired_ns_;
+        stats_.window_ns += window;
+        window_us_ += timing_step * (1e-3f * float(window) - window_us_);
+    }
     // Nodes of a graph run in order: whoever computes this one has finished with the layer before.
     release_pins();
     drop_adoption();
+    if (forget_) {
+        table.forget_others(pl);
+    }
     table.step(pl);
-    std::vector<pinned> wanted;
+    wanted_.clear();
     for (int64_t t = 0; t < ids.n_tokens; ++t) {
         for (int64_t i = 0; i < ids.n_used; ++i) {
             const int expert = ids.at(i, t);
-            if (std::any_of(wanted.begin(), wanted.end(), [&](const pinned & p) { return p.expert == expert; })) {
-                continue;
+            if (std::none_of(wanted_.begin(), wanted_.end(), [&](const pinned & p) { return p.expert == expert; })) {
+                wanted_.push_back({ layer.pool, table.find(pl, expert), pl, expert });
             }
-            wanted.push_back({ layer.pool, table.find(pl, expert), pl, expert });
-            table.use(pl, expert);
         }
     }
+    judge_predictions(layer_index);
     // First pin what is here, so that what is missing cannot take its place.
-    for (pinned & w : wanted) {
+    for (const pinned & w : wanted_) {
+        table.use(pl, w.expert);
         if (w.slot >= 0) {
             table.pin(w.slot);
             pinned_.push_back(w);
             stats_.hits += table.at(w.slot).state == slot_state::ready;
+            queue_->promote(pool.transfers[w.slot].id); // what is left of a prediction overtakes the others
         }
     }
-    stats_.requests += wanted.size();
-    for (pinned & w : wanted) {
-        if (w.slot >= 0) {
-            const uint64_t id = pool.transfers[w.slot].id;
-            if (table.at(w.slot).state == slot_state::loading && queue_->remove_predicted(id)) {
-                in_flight_ -= layer.n_matrices;
-                enqueue(layer_index, w.expert, w.slot, /*predicted*/ false); // overtakes other predictions
-            }
-            continue;
-        }
-        wait(held, stats_.stall_ns, [&] {
-            w.slot = start_upload(layer_index, w.expert, /*predicted*/ false);
-            return w.slot >= 0;
-        });
-        if (w.slot >= 0) {
-            table.pin(w.slot);
-            pinned_.push_back(w);
+    table.settle(pl);
+    stats_.requests += wanted_.size();
+    for (pinned & w : wanted_) {
+        if (w.slot < 0) {
+            request_missing(layer_index, w);
         }
     }
+}
+
+bool engine::request_missing(int layer_index, pinned & wanted) {
+    wanted.slot = start_upload(layer_index, wanted.expert, /*predicted*/ false);
+    if (wanted.slot < 0) {
+        return false; // every slot is pinned or loading; acquire() tries again
+    }
+    pools_[wanted.pool].table.pin(wanted.slot);
+    pinned_.push_back(wanted);
+    return true;
+}
+
+void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
+    const moe_layer & layer = layers_[layer_index];
+    slot_table &      table = pools_[layer.pool].table;
+    lock              held(mutex_);
     wait(held, stats_.stall_ns, [&] {
-        return std::none_of(wanted.begin(), wanted.end(), [&](const pinned & w) {
-            return w.slot >= 0 && table.at(w.slot).state == slot_state::loading;
-        });
+        bool all = true;
+        for (pinned & w : wanted_) {
+            all = (w.slot >= 0 || request_missing(layer_index, w)) && table.at(w.slot).state != slot_state::loading &&
+                  all;
+        }
+        return all;
     });
+    acquired_    = layer_index;
+    acquired_ns_ = now_ns();
     for (int64_t t = 0; t < ids.n_tokens; ++t) {
         for (int64_t i = 0; i < ids.n_used; ++i) {
-            const int found = table.find(pl, ids.at(i, t));
+            const int found = table.find(layer.pool_layer, ids.at(i, t));
             *slots++        = found >= 0 ? found : table.size(); // the spare slot, in a graph about to end
         }
     }
@@ -226,24 +253,12 @@ void engine::enqueue(int layer_index, int expert, int slot_index, bool predicted
     const moe_layer & layer                  = layers_[layer_index];
     const uint64_t    id                     = next_id_++;
     pools_[layer.pool].transfers[slot_index] = { id, layer.n_matrices, false };
-    if (predicted) {
-        auto run = [this, &layer, expert, slot_index] {
-            for (int i = 0; i < layer.n_matrices; ++i) {
-                fill_slot(matrices_[layer.first + i], expert, slot_index);
-            }
-        };
-        in_flight_ += layer.n_matrices;
-        if (!queue_->predict({ id, run })) {
-            in_flight_ -= layer.n_matrices;
-            pools_[layer.pool].table.abandon(slot_index);
-        }
-        return;
-    }
     in_flight_ += layer.n_matrices;
-    for (int i = 0; i < layer.n_matrices; ++i) { // apart, so that several threads can share one expert
-        queue_->demand({ id, [this, &layer, i, expert, slot_index] {
-                            fill_slot(matrices_[layer.first + i], expert, slot_index);
-                        } });
+    for (int i = 0; i < layer.n_matrices; ++i) { // apart, so that threads can share one and demand can step between
+        upload copy{ id, [this, &layer, i, expert, slot_index] {
+                        fill_slot(matrices_[layer.first + i], expert, slot_index);
+                    } };
+        predicted ? queue_->predict(std::move(copy)) : queue_->demand(std::move(copy));
     }
 }
 
@@ -273,10 +288,12 @@ bool engine::fill(bank & to, int i, const matrix & m, int expert, int count) {
 }
 
 void engine::fill_slot(const matrix & m, int expert, int slot_index) {
-    slot_pool & pool   = pools_[layers_[m.layer].pool];
-    const bool  failed = !fill(pool.banks[m.position], slot_index, m, expert, 1);
+    slot_pool &    pool   = pools_[layers_[m.layer].pool];
+    const uint64_t begin  = now_ns();
+    const bool     failed = !fill(pool.banks[m.position], slot_index, m, expert, 1);
     {
-        lock                  held(mutex_);
+        lock held(mutex_);
+        copy_us_ += timing_step * (1e-3f * float(now_ns() - begin) - copy_us_);
         slot_pool::transfer & t = pool.transfers[slot_index];
         in_flight_ -= 1;
         t.failed |= failed;
@@ -307,149 +324,6 @@ void engine::wait(lock & held, uint64_t & stall_ns, const std::function<bool()> 
         }
     }
     stall_ns += now_ns() - begin;
-}
-
-// --- prompts
-
-void engine::stream(const matrix & m, const id_view & ids) {
-    std::vector<uint8_t> needed(m.n_expert, 0);
-    for (int64_t t = 0; t < ids.n_tokens; ++t) {
-        for (int64_t i = 0; i < ids.n_used; ++i) {
-            needed[ids.at(i, t)] = 1;
-        }
-    }
-    const moe_layer & layer = layers_[m.layer];
-    lock              held(mutex_);
-    release_pins();
-    if (m.position == 0) {
-        drop_adoption();
-        adopt(layer, ids);
-    }
-    staging_->use(-1); // the product before this one is computed, its stage may be refilled
-    stage & here = staging_->of(m.index);
-    fill_stage(m, needed);
-    staging_->use(m.index);
-    if (m.position + 1 < layer.n_matrices) {
-        const matrix & next = matrices_[m.index + 1];
-        if (staging_->free_for(next.index)) {
-            fill_stage(next, needed);
-        }
-    }
-    wait(held, stats_.stall_ns, [&] { return here.pending == 0; });
-    if (!should_abort()) {
-        copy_adopted(m, held);
-    }
-}
-
-// What a prompt streams may as well stay, newest tokens first, where a slot is empty anyway: the first
-// answer then does not start cold. Nothing is evicted for it.
-void engine::adopt(const moe_layer & layer, const id_view & ids) {
-    slot_table & table = pools_[layer.pool].table;
-    table.step(layer.pool_layer);
-    for (int64_t t = ids.n_tokens - 1; t >= 0 && table.has_empty(); --t) {
-        for (int64_t i = 0; i < ids.n_used && table.has_empty(); ++i) {
-            const int expert = ids.at(i, t);
-            if (table.find(layer.pool_layer, expert) < 0) {
-                adopted_.push_back({ layer.pool, *table.claim(layer.pool_layer, expert, /*predicted*/ false),
-                                     layer.pool_layer, expert });
-                table.use(layer.pool_layer, expert);
-            }
-        }
-    }
-}
-
-void engine::copy_adopted(const matrix & m, lock & held) {
-    slot_pool & pool = pools_[layers_[m.layer].pool];
-    held.unlock(); // nobody else touches slots that are loading without a transfer
-    for (const pinned & a : adopted_) {
-        pool.banks[m.position].copy(a.slot, staging_->bank_of(m.index), a.expert);
-    }
-    held.lock();
-    if (m.position + 1 == layers_[m.layer].n_matrices) {
-        for (const pinned & a : adopted_) {
-            pool.table.ready(a.slot);
-        }
-        adopted_.clear();
-    }
-}
-
-// A graph that ended early leaves slots half filled.
-void engine::drop_adoption() {
-    for (const pinned & a : adopted_) {
-        pools_[a.pool].table.abandon(a.slot);
-    }
-    adopted_.clear();
-}
-
-void engine::fill_stage(const matrix & m, const std::vector<uint8_t> & needed) {
-    stage & s = staging_->of(m.index);
-    if (s.holds != m.index) {
-        if (s.holds >= 0) {
-            std::fill(staged_[s.holds].begin(), staged_[s.holds].end(), uint8_t(0));
-        }
-        s.holds = m.index;
-    }
-    std::vector<uint8_t> & have  = staged_[m.index];
-    const moe_layer &      layer = layers_[m.layer];
-    slot_pool &            pool  = pools_[layer.pool];
-    const int              most  = std::max(1, int(stage_chunk / m.shape.bytes()));
-    int                    run   = 0; // neighbours not resident, to be read at once
-    const auto             read  = [&](int end) {
-        if (run > 0) {
-            s.pending += 1;
-            in_flight_ += 1;
-            queue_->demand({ 0, [this, &m, first = end - run, count = run] { stage_read(m, first, count); } });
-            run = 0;
-        }
-    };
-    for (int e = 0; e < m.n_expert; ++e) {
-        if (!needed[e] || have[e] != 0) {
-            read(e);
-            continue;
-        }
-        have[e]        = 1;
-        const int slot = pool.table.find(layer.pool_layer, e);
-        if (slot >= 0 && pool.table.at(slot).state == slot_state::ready) {
-            read(e);
-            pool.table.pin(slot);
-            s.pending += 1;
-            in_flight_ += 1;
-            queue_->demand({ 0, [this, &m, e, slot] { stage_copy(m, e, slot); } });
-        } else if (++run == most) {
-            read(e + 1);
-        }
-    }
-    read(m.n_expert);
-}
-
-void engine::stage_read(const matrix & m, int expert, int count) {
-    const bool done = fill(staging_->bank_of(m.index), expert, m, expert, count);
-    if (done) {
-        lock held(mutex_);
-        stats_.uploaded_bytes += size_t(count) * m.shape.bytes();
-        stats_.staged_bytes += size_t(count) * m.shape.bytes();
-    }
-    stage_landed(m, expert, count, done);
-}
-
-void engine::stage_copy(const matrix & m, int expert, int slot_index) {
-    slot_pool & pool = pools_[layers_[m.layer].pool];
-    staging_->bank_of(m.index).copy(expert, pool.banks[m.position], slot_index);
-    {
-        lock held(mutex_);
-        pool.table.unpin(slot_index);
-    }
-    stage_landed(m, expert, 1, true);
-}
-
-void engine::stage_landed(const matrix & m, int expert, int count, bool done) {
-    {
-        lock held(mutex_);
-        std::fill_n(staged_[m.index].begin() + expert, count, uint8_t(done));
-        staging_->of(m.index).pending -= 1;
-        in_flight_ -= 1;
-    }
-    landed_.notify_all();
 }
 
 // --- callers
@@ -498,17 +372,82 @@ int engine::prefetch(int block, const int32_t * experts, int n) {
     int               accepted = 0;
     lock              held(mutex_);
     slot_table &      table = pools_[layer.pool].table;
-    for (int i = 0; i < n; ++i) {
-        if (experts[i] < 0 || experts[i] >= layer.n_expert || table.find(layer.pool_layer, experts[i]) >= 0) {
+    const float       least = least_precision();
+    prediction &      guess = predictions_[found->second];
+    guess.experts.clear();
+    guess.was_resident.clear();
+    for (int rank = 0; rank < n; ++rank) {
+        const int expert = experts[rank];
+        if (expert < 0 || expert >= layer.n_expert) {
             continue;
         }
-        if (start_upload(found->second, experts[i], /*predicted*/ true) < 0) {
-            break;
+        const bool resident = table.find(layer.pool_layer, expert) >= 0;
+        guess.experts.push_back(expert);
+        guess.was_resident.push_back(resident);
+        const size_t r = guess.experts.size() - 1;
+        if (guess.precision.size() <= r) {
+            guess.precision.push_back(1.0f); // innocent until measured
         }
-        accepted += 1;
+        if (!resident && guess.precision[r] >= least && start_upload(found->second, expert, /*predicted*/ true) >= 0) {
+            accepted += 1;
+        }
+    }
+    guess.resident.assign(layer.n_expert, 0);
+    for (int e = 0; e < layer.n_expert; ++e) {
+        const int slot    = table.find(layer.pool_layer, e);
+        guess.resident[e] = slot >= 0 && !table.at(slot).predicted;
     }
     stats_.predicted += uint64_t(accepted);
     return accepted;
+}
+
+// From which precision a predicted copy is worth starting. Right, it hides what fits into the window
+// between a layer having its experts and the next one asking; wrong, demand waits for what is left of
+// the one matrix that cannot be called back.
+float engine::least_precision() const {
+    const float gain = std::min(window_us_, copy_us_), loss = std::max(copy_us_ - window_us_, 0.25f * copy_us_);
+    return gain + loss > 0 ? loss / (gain + loss) : 0.5f;
+}
+
+// The router has spoken: count what the prediction was worth, and let go of what it got wrong.
+void engine::judge_predictions(int layer_index) {
+    const moe_layer & layer = layers_[layer_index];
+    slot_pool &       pool  = pools_[layer.pool];
+    prediction &      guess = predictions_[layer_index];
+    if (guess.experts.empty()) {
+        return;
+    }
+    const auto asked = [&](int expert) {
+        return std::any_of(wanted_.begin(), wanted_.end(), [&](const pinned & w) { return w.expert == expert; });
+    };
+    for (const pinned & w : wanted_) {
+        const bool right = std::find(guess.experts.begin(), guess.experts.end(), w.expert) != guess.experts.end();
+        stats_.true_experts += 1;
+        stats_.true_predicted += right;
+        stats_.true_nonresident += !guess.resident[w.expert];
+        stats_.true_nonresident_predicted += right && !guess.resident[w.expert];
+    }
+    for (size_t rank = 0; rank < guess.experts.size(); ++rank) {
+        const int  expert = guess.experts[rank];
+        const bool right  = asked(expert);
+        stats_.predicted_nonresident += !guess.was_resident[rank];
+        guess.precision[rank] += precision_step * (float(right) - guess.precision[rank]);
+        const int slot = pool.table.find(layer.pool_layer, expert);
+        if (!right && slot >= 0 && pool.table.at(slot).predicted && pool.table.at(slot).state == slot_state::loading) {
+            drop_upload(layer_index, slot);
+        }
+    }
+    guess.experts.clear();
+}
+
+// A late prediction that has not started will not.
+void engine::drop_upload(int layer_index, int slot_index) {
+    const moe_layer & layer = layers_[layer_index];
+    slot_pool &       pool  = pools_[layer.pool];
+    if (queue_->drop(pool.transfers[slot_index].id, layer.n_matrices)) {
+        in_flight_ -= layer.n_matrices;
+        pool.table.abandon(slot_index);
+    }
 }
 
 spo_stats engine::stats() {

@@ -8,6 +8,7 @@
 #include "source.h"
 #include "speculoe/speculoe.h"
 #include "staging.h"
+#include "tap.h"
 #include "uploads.h"
 
 #include <atomic>
@@ -43,6 +44,15 @@ struct moe_layer {
     int      n_matrices;
     int      n_expert;
     size_t   expert_bytes;
+    bool     shared; // has a shared expert, which may run between request and acquire
+};
+
+// What was guessed for the next step of a layer, most certain first, and how such guesses fared.
+struct prediction {
+    std::vector<int>     experts;
+    std::vector<uint8_t> was_resident; // of each guess, when it was made
+    std::vector<uint8_t> resident;     // of each expert, when it was made, predictions in slots not counted
+    std::vector<float>   precision;    // by rank, moving average
 };
 
 // Slots of one or more layers of the same shapes.
@@ -70,6 +80,10 @@ struct id_view {
     int32_t at(int64_t i, int64_t t) const { return *reinterpret_cast<const int32_t *>(data + i * nb0 + t * nb1); }
 };
 
+struct pinned {
+    int pool, slot, layer, expert; // layer within the pool
+};
+
 class engine {
 public:
     explicit engine(const spo_params & params);   // throws std::exception
@@ -79,14 +93,17 @@ public:
 
     // --- graph building (hook.cpp)
     const matrix *    find(const char * tensor_name) const;
+    const moe_layer * find_layer(int block) const;
     const moe_layer & layer(int index) const { return layers_[index]; }
     slot_pool &       pool_of(const matrix & m) { return pools_[layers_[m.layer].pool]; }
     staging &         stages() { return *staging_; }
     // Whether a graph of so many tokens reads slots; others stream, and leave the slots alone.
-    bool decodes(const matrix & m, int64_t n_used, int64_t n_tokens) const;
+    bool decodes(const moe_layer & layer, int64_t n_used, int64_t n_tokens) const;
 
     // --- compute thread, inside a graph
-    // Makes the experts of a decode step resident and pinned; writes their slots, packed.
+    // The router of a decode step has chosen: pins what is resident, starts on what is missing.
+    void request(int layer, const id_view & ids);
+    // Waits until all of it is resident; writes the slots, packed.
     void acquire(int layer, const id_view & ids, int32_t * slots);
     // Makes the experts of one matrix present in its stage, and starts on the next matrix.
     void stream(const matrix & m, const id_view & ids);
@@ -95,6 +112,7 @@ public:
 
     // --- callers
     void        interrupt();
+    tap_box &   taps() { return taps_; }
     std::string reset();
     void        fail(const std::string & line);
     int         prefetch(int block, const int32_t * experts, int n);
@@ -104,26 +122,26 @@ public:
 private:
     using lock = std::unique_lock<std::mutex>;
 
-    void read_layout(const spo_params & params);
-    void make_pools(const spo_params & params);
-    void release_pins();                                      // under the lock
-    void drop_adoption();                                     // under the lock
-    void adopt(const moe_layer & layer, const id_view & ids); // under the lock
-    void copy_adopted(const matrix & m, lock & held);
-    int  start_upload(int layer, int expert, bool predicted);             // under the lock; slot or -1
-    void enqueue(int layer, int expert, int slot, bool predicted);        // under the lock
-    void fill_slot(const matrix & m, int expert, int slot);               // any thread, without the lock
-    bool fill(bank & to, int i, const matrix & m, int expert, int count); // false: failed or given up
-    void wait(lock & held, uint64_t & stall_ns, const std::function<bool()> & done);
+    void  read_layout(const spo_params & params);
+    void  make_pools(const spo_params & params);
+    bool  request_missing(int layer, pinned & wanted);         // under the lock
+    void  judge_predictions(int layer);                        // under the lock
+    float least_precision() const;                             // under the lock
+    void  drop_upload(int layer, int slot);                    // under the lock
+    void  release_pins();                                      // under the lock
+    void  drop_adoption();                                     // under the lock
+    void  adopt(const moe_layer & layer, const id_view & ids); // under the lock
+    void  copy_adopted(const matrix & m, lock & held);
+    int   start_upload(int layer, int expert, bool predicted);             // under the lock; slot or -1
+    void  enqueue(int layer, int expert, int slot, bool predicted);        // under the lock
+    void  fill_slot(const matrix & m, int expert, int slot);               // any thread, without the lock
+    bool  fill(bank & to, int i, const matrix & m, int expert, int count); // false: failed or given up
+    void  wait(lock & held, uint64_t & stall_ns, const std::function<bool()> & done);
 
     void fill_stage(const matrix & m, const std::vector<uint8_t> & needed); // under the lock
     void stage_read(const matrix & m, int expert, int count);
     void stage_copy(const matrix & m, int expert, int slot);
     void stage_landed(const matrix & m, int expert, int count, bool done);
-
-    struct pinned {
-        int pool, slot, layer, expert;
-    };
 
     std::vector<matrix>                     matrices_;
     std::vector<moe_layer>                  layers_;
@@ -132,21 +150,29 @@ private:
     std::vector<ggml_backend_buffer_type_t> bufts_; // [matrix]
     int                                     repacked_ = 0;
     int                                     n_parallel_;
+    bool                                    forget_; // nothing stays from one layer to the next but predictions
     file_source                             source_;
     modelled_link                           link_;
 
     std::mutex                        mutex_;
     std::condition_variable           landed_;
-    std::vector<slot_pool>            pools_;   // guarded by mutex_ (tables, transfers)
-    std::unique_ptr<staging>          staging_; // guarded by mutex_ (stages)
-    std::vector<std::vector<uint8_t>> staged_;  // [matrix][expert] 1: there or on its way
-    std::vector<pinned>               pinned_;  // by the running graph
-    std::vector<pinned>               adopted_; // slots that a prompt's layer is filling
+    std::vector<slot_pool>            pools_;       // guarded by mutex_ (tables, transfers)
+    std::unique_ptr<staging>          staging_;     // guarded by mutex_ (stages)
+    std::vector<std::vector<uint8_t>> staged_;      // [matrix][expert] 1: there or on its way
+    std::vector<pinned>               wanted_;      // by the layer that runs
+    std::vector<prediction>           predictions_; // [layer]
+    std::vector<pinned>               pinned_;      // by the running graph
+    std::vector<pinned>               adopted_;     // slots that a prompt's layer is filling
     spo_stats                         stats_{};
     std::string                       error_;
-    uint64_t                          next_id_   = 1;
-    int                               in_flight_ = 0; // copies queued or running
+    int                               acquired_    = -2; // the layer that last had its experts
+    uint64_t                          acquired_ns_ = 0;
+    float                             window_us_   = 0; // moving averages, see least_precision
+    float                             copy_us_     = 0;
+    uint64_t                          next_id_     = 1;
+    int                               in_flight_   = 0; // copies queued or running
 
+    tap_box                       taps_;
     std::atomic<bool>             interrupted_{ false };
     std::atomic<bool>             failed_{ false };
     std::unique_ptr<upload_queue> queue_; // last: joins before anything it uses goes

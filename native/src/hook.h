@@ -1,12 +1,11 @@
 // Where graphs meet the engine: called by the patched llama.cpp while it builds a graph.
 #pragma once
 
-#include "ggml.h"
+struct llama_moe_hooks;
 
 namespace spo {
 
-// llama_moe_hook of the patch; `data` is the engine.
-ggml_tensor * moe_hook(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * w, ggml_tensor * cur, ggml_tensor * ids,
-                       void * data);
+// For llama_set_moe_hooks; their data is the engine.
+const llama_moe_hooks & moe_hooks();
 
 } // namespace spo

@@ -15,8 +15,10 @@ public:
 
     // A step of `layer` begins.
     virtual void step(int layer) = 0;
-    // The running step of `layer` asks for `expert`.
+    // The running step of `layer` asks for `expert`, once.
     virtual void use(int layer, int expert) = 0;
+    // The running step of `layer` has asked for all its experts.
+    virtual void settle(int /*layer*/) {}
     // What keeping it is worth; the lowest leaves first.
     virtual double worth(int layer, int expert) const = 0;
 };
@@ -54,6 +56,39 @@ private:
     double                decay_;
     std::vector<uint64_t> steps_;  // per layer
     std::vector<count>    counts_; // [layer][expert]
+};
+
+// How often each expert will be asked for, uses to come counting less the later they come. Two parts:
+// the rate of the expert's own uses, and what it was worth to follow the experts that this layer and
+// the layers before it have just used. The second is learned from every step (temporal differences,
+// linear in those experts), starts at nothing, and needs no sequence to begin or end.
+class learned_policy : public policy {
+public:
+    learned_policy(int n_layers, int n_expert, double half_life);
+    void   step(int layer) override;
+    void   use(int layer, int expert) override;
+    void   settle(int layer) override;
+    double worth(int layer, int expert) const override;
+
+private:
+    struct layer_state {
+        std::vector<int>   used;    // by the running step
+        std::vector<int>   context; // rows that spoke when the last step settled
+        std::vector<float> rates;   // [expert] uses per step, decayed
+        std::vector<float> value;   // [expert] as of the last settled step
+        std::vector<float> rows;    // [distance][expert that was used][expert that follows]
+    };
+
+    void gather(int layer);
+    void evaluate(const layer_state & of, std::vector<float> & value) const;
+
+    int                      n_expert_;
+    int                      reach_; // layers whose experts speak, the layer itself and those before it
+    float                    decay_; // of rates, per step
+    std::vector<layer_state> layers_;
+    std::vector<int>         context_; // scratch
+    std::vector<float>       value_;   // scratch
+    std::vector<float>       error_;   // scratch
 };
 
 std::unique_ptr<policy> make_policy(int kind, int n_layers, int n_expert, double half_life);

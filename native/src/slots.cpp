@@ -14,9 +14,9 @@ slot_table::slot_table(int n_slots, int probation, int n_layers, int n_expert, s
 // just executed have a whole token to come back, those of the next layers do not.
 int slot_table::victim(int for_layer, bool predicted) const {
     const bool only_predicted = predicted && predicted_ >= probation_;
+    const auto distance       = [&](const slot & s) { return (s.layer - for_layer + n_layers_) % n_layers_; };
     int        best           = -1;
     double     worth          = 0;
-    int        distance       = 0;
     for (int i = 0; i < size(); ++i) {
         const slot & s = slots_[i];
         if (s.state == slot_state::empty && !only_predicted) {
@@ -27,11 +27,9 @@ int slot_table::victim(int for_layer, bool predicted) const {
             continue;
         }
         const double w = order_->worth(s.layer, s.expert);
-        const int    d = (s.layer - for_layer + n_layers_) % n_layers_;
-        if (best < 0 || w < worth || (w == worth && d > distance)) {
-            best     = i;
-            worth    = w;
-            distance = d;
+        if (best < 0 || w < worth || (w == worth && distance(s) > distance(slots_[best]))) {
+            best  = i;
+            worth = w;
         }
     }
     return best;
@@ -60,6 +58,14 @@ std::optional<int> slot_table::claim(int layer, int expert, bool predicted, slot
 void slot_table::ready(int index) { slots_[index].state = slot_state::ready; }
 
 void slot_table::abandon(int index) { unbind(slots_[index]); }
+
+void slot_table::forget_others(int layer) {
+    for (slot & s : slots_) {
+        if (s.state == slot_state::ready && s.pins == 0 && !s.predicted && s.layer != layer) {
+            unbind(s);
+        }
+    }
+}
 
 void slot_table::unbind(slot & s) {
     if (s.state != slot_state::empty) {

@@ -42,8 +42,13 @@ public:
     // They never will: back to empty.
     void abandon(int index);
 
+    // Two layers' worth of buffers and no cache: everything leaves that is neither pinned, loading, of
+    // this layer, nor an unused prediction.
+    void forget_others(int layer);
+
     void step(int layer) { order_->step(layer); }
     void use(int layer, int expert);
+    void settle(int layer) { order_->settle(layer); } // the step has asked for all
     void pin(int index) { slots_[index].pins += 1; }
     void unpin(int index) { slots_[index].pins -= 1; }
 

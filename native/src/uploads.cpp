@@ -4,7 +4,7 @@
 
 namespace spo {
 
-upload_queue::upload_queue(int n_workers, size_t predicted_capacity) : capacity_(predicted_capacity) {
+upload_queue::upload_queue(int n_workers) {
     workers_.reserve(size_t(n_workers));
     for (int i = 0; i < n_workers; ++i) {
         workers_.emplace_back([this] { work(); });
@@ -30,26 +30,33 @@ void upload_queue::demand(upload u) {
     filled_.notify_one();
 }
 
-bool upload_queue::predict(upload u) {
+void upload_queue::predict(upload u) {
     {
         std::lock_guard lock(mutex_);
-        if (predicted_.size() >= capacity_) {
-            return false;
-        }
         predicted_.push_back(std::move(u));
     }
     filled_.notify_one();
-    return true;
 }
 
-bool upload_queue::remove_predicted(uint64_t id) {
+void upload_queue::promote(uint64_t id) {
     std::lock_guard lock(mutex_);
-    const auto      found =
-        std::find_if(predicted_.begin(), predicted_.end(), [id](const upload & u) { return u.id == id; });
-    if (found == predicted_.end()) {
+    for (auto it = predicted_.begin(); it != predicted_.end();) {
+        if (it->id == id) {
+            demand_.push_back(std::move(*it));
+            it = predicted_.erase(it);
+        } else {
+            ++it;
+        }
+    }
+}
+
+bool upload_queue::drop(uint64_t id, int copies) {
+    std::lock_guard lock(mutex_);
+    const auto      same = [id](const upload & u) { return u.id == id; };
+    if (std::count_if(predicted_.begin(), predicted_.end(), same) != copies) {
         return false;
     }
-    predicted_.erase(found);
+    predicted_.erase(std::remove_if(predicted_.begin(), predicted_.end(), same), predicted_.end());
     return true;
 }
 

@@ -20,24 +20,23 @@ struct upload {
 
 class upload_queue {
 public:
-    upload_queue(int n_workers, size_t predicted_capacity);
+    explicit upload_queue(int n_workers);
     ~upload_queue(); // drops what is queued, joins the threads
     upload_queue(const upload_queue &)             = delete;
     upload_queue & operator=(const upload_queue &) = delete;
 
     void demand(upload u);
-    // false: the queue of predictions is full and `u` is dropped; a missed guess costs one stall,
-    // a queue that grows costs every later one.
-    bool predict(upload u);
-    // true: a queued prediction with this id was taken out and will not run.
-    bool remove_predicted(uint64_t id);
+    void predict(upload u);
+    // What is left of a queued prediction becomes demand, behind the demand already queued.
+    void promote(uint64_t id);
+    // Takes a prediction out if none of its `copies` has started; one that has may as well land.
+    bool drop(uint64_t id, int copies);
     // Run one queued demand copy on the calling thread; false when there is none.
     bool help();
 
 private:
     void work();
 
-    const size_t             capacity_;
     std::mutex               mutex_;
     std::condition_variable  filled_;
     std::deque<upload>       demand_;       // guarded by mutex_

@@ -67,8 +67,9 @@ struct fixture {
     std::vector<int32_t> acquire(int layer, std::vector<int32_t> ids) {
         std::vector<int32_t> slots(ids.size(), -1);
         const int64_t        n_tokens = int64_t(ids.size()) / n_used;
-        made->acquire(layer, { reinterpret_cast<const char *>(ids.data()), n_used, n_tokens, 4, 4 * n_used },
-                      slots.data());
+        const id_view        view{ reinterpret_cast<const char *>(ids.data()), n_used, n_tokens, 4, 4 * n_used };
+        made->request(layer, view);
+        made->acquire(layer, view, slots.data());
         return slots;
     }
 
@@ -163,26 +164,39 @@ TEST(a_prompt_fills_empty_slots_and_evicts_nobody) {
     decode_and_look(f, random, 1);
 }
 
-TEST(predictions_from_another_thread_change_no_bytes) {
-    for (const std::vector<int32_t> & pools : { std::vector<int32_t>{ 16 }, { 8, 8, 8 } }) {
-        fixture           f(pools);
-        std::atomic<bool> stop{ false };
-        std::thread       guesser([&] {
+// Predicts at random until it goes out of scope.
+struct random_guesser {
+    std::atomic<bool> stop{ false };
+    std::thread       thread;
+
+    explicit random_guesser(fixture & f) {
+        thread = std::thread([this, &f] {
             std::mt19937 random(6);
             while (!stop) {
                 const int32_t guess[] = { int32_t(random() % n_expert), int32_t(random() % n_expert) };
                 f.made->prefetch(int(random() % n_layers), guess, 2);
             }
         });
-        std::mt19937      random(7);
-        for (int step = 0; step < 150; ++step) {
-            decode_and_look(f, random, 1 + step % 2);
-            if (step % 10 == 0) {
-                prompt_and_look(f, random, 4);
+    }
+    ~random_guesser() {
+        stop = true;
+        thread.join();
+    }
+};
+
+TEST(predictions_from_another_thread_change_no_bytes) {
+    for (const std::vector<int32_t> & pools : { std::vector<int32_t>{ 16 }, { 8, 8, 8 } }) {
+        fixture f(pools);
+        {
+            const random_guesser guesser(f);
+            std::mt19937         random(7);
+            for (int step = 0; step < 150; ++step) {
+                decode_and_look(f, random, 1 + step % 2);
+                if (step % 10 == 0) {
+                    prompt_and_look(f, random, 4);
+                }
             }
         }
-        stop = true;
-        guesser.join();
         CHECK(f.made->check() == "");
         CHECK(f.made->stats().predicted > 0);
     }

@@ -104,7 +104,7 @@ TEST(any_sequence_of_calls_keeps_the_invariants) {
     std::mt19937 random(7);
     for (int round = 0; round < 50; ++round) {
         const int  n_slots = 1 + int(random() % 6), n_layers = 1 + int(random() % 3), n_expert = 1 + int(random() % 8);
-        slot_table t = table(n_slots, n_layers, n_expert, int(random() % 2));
+        slot_table t = table(n_slots, n_layers, n_expert, int(random() % 3));
         std::vector<int> pinned;
         for (int i = 0; i < 400; ++i) {
             const int layer = int(random() % n_layers), expert = int(random() % n_expert);
@@ -113,6 +113,7 @@ TEST(any_sequence_of_calls_keeps_the_invariants) {
                 case 0:
                     t.step(layer);
                     t.use(layer, expert);
+                    t.settle(layer);
                     break;
                 case 1:
                     if (slot < 0) {

@@ -29,7 +29,7 @@ TEST(demand_goes_before_predicted_and_keeps_its_order) {
     {
         gate               busy;
         std::promise<void> last;
-        upload_queue       queue(1, 8);
+        upload_queue       queue(1);
         queue.demand(busy.closed());
         busy.entered.get_future().wait();
         queue.predict({ 1, [&] { order += 'p'; } });
@@ -45,24 +45,50 @@ TEST(demand_goes_before_predicted_and_keeps_its_order) {
     CHECK(order == "abpq");
 }
 
-TEST(a_full_queue_drops_predictions_never_demand) {
-    gate         busy;
-    upload_queue queue(1, 2);
-    queue.demand(busy.closed());
-    busy.entered.get_future().wait();
-    CHECK(queue.predict({ 1, [] {} }));
-    CHECK(queue.predict({ 2, [] {} }));
-    CHECK(!queue.predict({ 3, [] {} }));
-    CHECK(queue.remove_predicted(1));
-    CHECK(!queue.remove_predicted(1));
-    CHECK(queue.predict({ 3, [] {} }));
-    busy.open.set_value();
+TEST(a_promoted_prediction_goes_behind_demand_and_before_other_predictions) {
+    std::string order;
+    {
+        gate               busy;
+        std::promise<void> last;
+        upload_queue       queue(1);
+        queue.demand(busy.closed());
+        busy.entered.get_future().wait();
+        queue.predict({ 1, [&] {
+                           order += 'p';
+                           last.set_value();
+                       } });
+        queue.predict({ 2, [&] { order += 'x'; } });
+        queue.predict({ 2, [&] { order += 'y'; } });
+        queue.demand({ 3, [&] { order += 'a'; } });
+        queue.promote(2);
+        busy.open.set_value();
+        last.get_future().wait();
+    }
+    CHECK(order == "axyp");
+}
+
+TEST(a_dropped_prediction_does_not_run) {
+    bool ran = false;
+    {
+        gate         busy;
+        upload_queue queue(1);
+        queue.demand(busy.closed());
+        busy.entered.get_future().wait();
+        queue.predict({ 1, [&] { ran = true; } });
+        queue.predict({ 1, [&] { ran = true; } });
+        queue.predict({ 2, [] {} });
+        CHECK(!queue.drop(1, 3)); // one of three has started
+        CHECK(queue.drop(1, 2));
+        CHECK(!queue.drop(1, 2));
+        busy.open.set_value();
+    }
+    CHECK(!ran);
 }
 
 TEST(a_caller_can_help_with_demand_but_not_with_predictions) {
     gate         busy;
     bool         ran = false;
-    upload_queue queue(1, 2);
+    upload_queue queue(1);
     queue.demand(busy.closed());
     busy.entered.get_future().wait();
     queue.predict({ 1, [] {} });
@@ -75,7 +101,7 @@ TEST(a_caller_can_help_with_demand_but_not_with_predictions) {
 TEST(destruction_drops_what_is_queued_and_joins) {
     std::atomic<int> ran{ 0 };
     for (int i = 0; i < 20; ++i) {
-        upload_queue queue(3, 64);
+        upload_queue queue(3);
         for (int n = 0; n < 40; ++n) {
             queue.demand({ 1, [&] { ran += 1; } });
             queue.predict({ 2, [&] { ran += 1; } });

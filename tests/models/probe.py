@@ -6,7 +6,7 @@ Independent of the engine under test: nothing of speculoe_local is used, only li
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as _low
 
 _ARGSORT: Final = b"ffn_moe_argsort-"  # int32 [n_tokens, n_expert], best first
+
+See = Callable[[int, bool, int | None], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +68,36 @@ def run(model: Any, tokens: Sequence[int], *, n_expert: int = 0, n_used: int = 0
     chosen: dict[int, npt.NDArray[np.int32]] = {}
 
     def see(tensor: int, ask: bool, _: int | None) -> bool:
-        name: bytes = _get_name(tensor)
+        name = tensor_name(tensor)
         if ask or not name.startswith(_ARGSORT):
             return name.startswith(_ARGSORT)
         order = np.empty((len(tokens), n_expert), np.int32)
-        _tensor_get(tensor, order.ctypes.data, 0, order.nbytes)
+        read_tensor(tensor, order)
         chosen[int(name[len(_ARGSORT) :])] = order[:, :n_used].copy()
         return True
 
-    callback = llama_cpp.ggml_backend_sched_eval_callback(see)  # outlives the context below
+    return Run(decode(model, tokens, see if n_expert else None), chosen)
+
+
+def decode(model: Any, tokens: Sequence[int], see: See | None = None) -> npt.NDArray[np.float32]:
+    """Decode `tokens` as one batch: logits [n_tokens, n_vocab] of every position.
+
+    `see(tensor, ask, None)` is llama.cpp's cb_eval: asked which nodes it wants, then shown those.
+    """
+    failures: list[Exception] = []
+
+    def guarded(tensor: int, ask: bool, user_data: int | None) -> bool:
+        try:
+            return see is not None and see(tensor, ask, user_data)
+        except Exception as error:  # ctypes would print and forget it
+            failures.append(error)
+            return False  # ends the graph, if asked with a result
+
+    callback = llama_cpp.ggml_backend_sched_eval_callback(guarded)  # outlives the context below
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = max(64, len(tokens))
     params.n_threads = params.n_threads_batch = 1
-    if n_expert:
+    if see:
         params.cb_eval = callback
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
@@ -90,16 +109,28 @@ def run(model: Any, tokens: Sequence[int], *, n_expert: int = 0, n_used: int = 0
             batch.token[i], batch.pos[i], batch.logits[i] = token, i, True
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
         status = llama_cpp.llama_decode(context, batch)
+        if failures:
+            raise failures[0]
         if status:
             raise RuntimeError(f"llama_decode returned {status}; its log above says why")
         n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         logits = np.ctypeslib.as_array(
             llama_cpp.llama_get_logits(context), shape=(len(tokens), n_vocab)
         )
-        return Run(logits.copy(), chosen)
+        return np.array(logits, np.float32)
     finally:
         llama_cpp.llama_batch_free(batch)
         llama_cpp.llama_free(context)
+
+
+def tensor_name(tensor: int) -> bytes:
+    name: bytes = _get_name(tensor)
+    return name
+
+
+def read_tensor(tensor: int, into: npt.NDArray[Any]) -> None:
+    """Copy the bytes of a contiguous tensor into `into`, which is as large."""
+    _tensor_get(tensor, into.ctypes.data, 0, into.nbytes)
 
 
 # libllama depends on libggml-base, so its handle resolves these too. Indexing gives a fresh function

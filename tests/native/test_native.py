@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from speculoe_local.runtime import native
-from speculoe_local.runtime.native import Matrix, Params, Stats
+from speculoe_local.runtime.native import GateParams, Matrix, Params, Stats
 from tests.models.fixtures import TinyModel
 
 
@@ -57,7 +57,12 @@ def test_native_tests_pass_under_the_sanitizer(
 def test_the_mirror_of_every_struct_has_its_size_offsets_and_names(
     repository: Path, tmp_path: Path
 ) -> None:
-    structs = {"spo_matrix": Matrix, "spo_params": Params, "spo_stats": Stats}
+    structs = {
+        "spo_matrix": Matrix,
+        "spo_params": Params,
+        "spo_stats": Stats,
+        "spo_gate_params": GateParams,
+    }
     lines = [
         f'printf("{name} %zu\\n", sizeof({name}));\n'
         + "".join(

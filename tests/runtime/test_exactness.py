@@ -77,7 +77,7 @@ def test_every_weight_type_gives_the_resident_logits(
 
 
 @pytest.mark.parametrize("source", ["buffered", "direct", "mapped"])
-@pytest.mark.parametrize("policy", ["decayed", "lru"])
+@pytest.mark.parametrize("policy", ["learned", "decayed", "lru"])
 def test_sources_and_policies_change_no_logits(
     source: str, policy: str, tiny_model: TinyModel
 ) -> None:

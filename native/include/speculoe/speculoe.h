@@ -27,7 +27,7 @@
 extern "C" {
 #endif
 
-#define SPO_ABI_VERSION 1
+#define SPO_ABI_VERSION 2
 
 typedef struct spo_engine spo_engine;
 struct llama_context;
@@ -48,6 +48,7 @@ typedef enum {
 typedef enum {
     SPO_POLICY_DECAYED = 0, /* least decayed use count leaves */
     SPO_POLICY_LRU     = 1, /* least recently used leaves */
+    SPO_POLICY_LEARNED = 2, /* least expected use leaves: the default of runtime/ */
 } spo_policy;
 
 /* The matrices of one kind (gate, up, down or gate_up) of one layer: n_expert times [ne0, ne1]. */
@@ -57,10 +58,10 @@ typedef struct {
     int32_t      pool;  /* index into pools */
     int32_t      type;  /* enum ggml_type */
     int32_t      n_expert;
-    int64_t      ne0;  /* row length */
-    int64_t      ne1;  /* rows */
-    int32_t      file; /* index into files */
-    int32_t      reserved;
+    int64_t      ne0;          /* row length */
+    int64_t      ne1;          /* rows */
+    int32_t      file;         /* index into files */
+    int32_t      shared;       /* 1: the layer has a shared expert, which may run before the routed ones */
     uint64_t     offset;       /* byte of expert 0 in that file */
     uint64_t     expert_bytes; /* distance between two experts */
 } spo_matrix;
@@ -79,24 +80,31 @@ typedef struct {
     int32_t              half_life;    /* of a use count, in tokens */
     int32_t              n_workers;    /* upload threads, at least 1 */
     int32_t              n_parallel;   /* sequences decoded together; larger batches stream as prompts do */
+    int32_t              forget;       /* 1: keep no expert from one layer to the next but predicted ones (bench) */
     int32_t              repack;       /* 1: keep weights in the layout llama.cpp would choose for this CPU */
     double               link_rate;    /* modelled link, bytes per second; 0: none */
     double               link_latency; /* modelled link, seconds per upload */
 } spo_params;
 
 typedef struct {
-    uint64_t requests;       /* experts asked for while decoding, distinct per layer and step */
-    uint64_t hits;           /* of these, resident before they were asked for */
-    uint64_t uploads;        /* experts brought into slots */
-    uint64_t uploaded_bytes; /* into slots and staging, demand and predicted */
-    uint64_t staged_bytes;   /* of these, through staging (prompts) */
-    uint64_t predicted;      /* predicted uploads accepted */
-    uint64_t wasted_bytes;   /* predicted uploads that were evicted unused */
-    uint64_t stall_ns;       /* compute thread waiting for uploads, decoding and prompts */
-    uint64_t bank_bytes;     /* memory of slots */
-    uint64_t staging_bytes;  /* memory of staging */
-    int32_t  source;         /* spo_source really in use */
-    int32_t  repacked;       /* matrices kept in a repacked layout */
+    uint64_t requests;                   /* experts asked for while decoding, distinct per layer and step */
+    uint64_t hits;                       /* of these, resident before they were asked for */
+    uint64_t uploads;                    /* experts brought into slots */
+    uint64_t uploaded_bytes;             /* into slots and staging, demand and predicted */
+    uint64_t staged_bytes;               /* of these, through staging (prompts) */
+    uint64_t predicted;                  /* predicted uploads accepted */
+    uint64_t wasted_bytes;               /* predicted uploads that were evicted unused */
+    uint64_t true_experts;               /* asked for in layers that had a prediction */
+    uint64_t true_predicted;             /* of these, predicted */
+    uint64_t true_nonresident;           /* of true_experts, not resident when predicted */
+    uint64_t true_nonresident_predicted; /* of these, predicted */
+    uint64_t predicted_nonresident;      /* predictions of experts not resident then, uploaded or not */
+    uint64_t stall_ns;                   /* compute thread waiting for uploads, decoding and prompts */
+    uint64_t window_ns;                  /* from one layer having its experts to the next layer asking for its own */
+    uint64_t bank_bytes;                 /* memory of slots */
+    uint64_t staging_bytes;              /* memory of staging */
+    int32_t  source;                     /* spo_source really in use */
+    int32_t  repacked;                   /* matrices kept in a repacked layout */
 } spo_stats;
 
 SPO_API int32_t spo_abi_version(void);
@@ -119,15 +127,102 @@ SPO_API void spo_engine_interrupt(spo_engine * engine);
  * queued, and clears error and interruption: the next graph starts afresh. Not while a graph runs. */
 SPO_API const char * spo_engine_reset(spo_engine * engine);
 
-/* Queue predicted uploads for a layer, most certain first. Already resident or queued ones are
- * ignored, and nothing warm is evicted. Returns how many were accepted. */
+/* The prediction for a layer's next step, most certain first. Starts uploads of what is not resident,
+ * behind all demand and into slots on probation, for the ranks that have been right often enough.
+ * Returns how many were started. Predict the whole top-k: what it was worth is counted by it. */
 SPO_API int32_t spo_engine_prefetch(spo_engine * engine, int32_t layer, const int32_t * experts, int32_t n);
+
+/* From now on decode steps leave taps; n_embd as the model's. Close before freeing the engine. */
+SPO_API void spo_tap_open(spo_engine * engine, int32_t n_embd);
+SPO_API void spo_tap_close(spo_engine * engine);
+
+/* Waits for the newest tap: residual[n_embd], shared[n_embd], ids[*n_used], weights[*n_used] (room for
+ * n_used of spo_params). Returns its layer's block number, -1 after timeout_ms, -2 once closed. */
+SPO_API int32_t spo_tap_next(spo_engine * engine, float * residual, float * shared, int32_t * ids, float * weights,
+                             int32_t * n_used, int32_t timeout_ms);
 
 SPO_API void spo_engine_get_stats(spo_engine * engine, spo_stats * out);
 
 /* Invariants of every slot table; SPO_OK or SPO_ERR_INVALID with the line in spo_engine_reset. For tests and idle time.
  */
 SPO_API spo_status spo_engine_check(spo_engine * engine);
+
+/* A gate is one layer's router with the norm before it: asked with a residual, it says which experts
+ * that leads to. It belongs to no engine; one thread at a time may use it. */
+typedef struct spo_gate spo_gate;
+
+typedef enum {
+    SPO_GATING_SOFTMAX        = 1, /* the numbers of expert_gating_func in a GGUF */
+    SPO_GATING_SIGMOID        = 2,
+    SPO_GATING_SOFTMAX_WEIGHT = 3, /* selection by logits, softmax over the selected ones alone */
+    SPO_GATING_SQRT_SOFTPLUS  = 4,
+} spo_gating;
+
+typedef enum {
+    SPO_SELECT_PROBS   = 0, /* plus selection_bias; for SOFTMAX_WEIGHT logits stand for probabilities */
+    SPO_SELECT_LOGITS  = 1,
+    SPO_SELECT_SIGMOID = 2, /* of the logits, whatever the gating */
+} spo_selection;
+
+/* Arrays are borrowed until spo_gate_free. */
+typedef struct {
+    const float * router;         /* [n_expert][n_embd] */
+    const float * norm;           /* [n_embd], weighs the RMS norm */
+    const float * norm_bias;      /* [n_embd] or NULL */
+    const float * bias;           /* [n_expert] or NULL, added to logits */
+    const float * selection_bias; /* [n_expert] or NULL, added to what ranks */
+    float         eps;
+    float         scale; /* of the weights; 0: 1 */
+    int32_t       n_expert;
+    int32_t       n_embd;
+    int32_t       n_used;    /* experts executed per token, which get weights */
+    int32_t       n_ids;     /* ids written, n_used to n_expert */
+    int32_t       gating;    /* spo_gating */
+    int32_t       selection; /* spo_selection */
+    int32_t       n_groups;  /* equal runs of experts, of which the best n_groups_used count; 0: no groups */
+    int32_t       n_groups_used;
+    int32_t       norm_weights; /* 1: weights sum to one before they are scaled */
+} spo_gate_params;
+
+/* On failure *out is NULL and `error` (if not NULL) holds one line. */
+SPO_API spo_status spo_gate_new(const spo_gate_params * params, spo_gate ** out, char * error, size_t error_size);
+SPO_API void       spo_gate_free(spo_gate * gate);
+
+/* Route RMSNorm(residual + add), `add` may be NULL. Writes ids[n_ids], best first as llama.cpp orders
+ * them, weights[n_used], and, if not NULL, probs[n_expert]: what the gating gives each expert without
+ * selection bias. Allocates nothing. SPO_ERR_INVALID, and nothing written, if a logit is not finite. */
+SPO_API spo_status spo_gate_route(spo_gate * gate, const float * residual, const float * add, int32_t * ids,
+                                  float * weights, float * probs);
+
+/* A routing trace, and the slots to run it through. */
+typedef struct {
+    const int32_t * ids;      /* [n_tokens][n_layers][n_used], -1: not recorded */
+    const int32_t * pool_of;  /* [n_layers] */
+    const int32_t * pools;    /* slots of each pool */
+    int64_t         n_tokens; /* decoded one after another */
+    int64_t         n_warm;   /* of these, not counted */
+    int32_t         n_layers;
+    int32_t         n_used;
+    int32_t         n_expert;
+    int32_t         n_pools;
+    int32_t         policy;    /* spo_policy, or SPO_REPLAY_CLAIRVOYANT */
+    int32_t         half_life; /* of a use count, in tokens */
+} spo_replay_params;
+
+/* Knows the future: keeps, of what is resident and what was just asked for, what is needed soonest. */
+#define SPO_REPLAY_CLAIRVOYANT (-1)
+
+typedef struct {
+    uint64_t requests; /* experts asked for, distinct per layer and token */
+    uint64_t hits;     /* of these, resident before they were asked for */
+    uint64_t uploads;  /* the others */
+} spo_replay_counts;
+
+/* What the slots of an engine would have done, without its bytes: same slot tables, same policies. A
+ * pool of fewer slots than n_used, which an engine refuses, runs a layer's experts in turn. On failure
+ * `error` (if not NULL) holds one line. */
+SPO_API spo_status spo_replay(const spo_replay_params * params, spo_replay_counts * out, char * error,
+                              size_t error_size);
 
 #ifdef __cplusplus
 }
