@@ -1,0 +1,1 @@
+"""GGUF work: inspect, quantize, calibrate, upcycle. Needs numpy and gguf; torch only to train."""
