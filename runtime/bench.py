@@ -26,7 +26,7 @@ from speculoe_local.runtime.options import EngineOptions, parse_link
 
 __all__ = ["RUNS", "Plan", "Report", "RunReport", "bench", "options_of"]
 
-RUNS = ("upstream", "resident", "ondemand", "cache", "prefetch")
+RUNS = ("upstream", "resident", "ondemand", "cache", "prefetch", "prefetch-native")
 _VOCABULARY = 1000  # prompts are made of the first ids, which every vocabulary has
 
 
@@ -172,7 +172,9 @@ def options_of(name: str, options: EngineOptions) -> EngineOptions:
         return replace(options, expert_budget="100%", link=None, buffers="slots", predict="none")
     if name == "ondemand":
         return replace(options, buffers="two-layer", predict="none")
-    return replace(options, predict="none") if name == "cache" else options
+    if name == "cache":
+        return replace(options, predict="none")
+    return replace(options, loop="native") if name == "prefetch-native" else options
 
 
 def _link_for(plan: Plan, prompt: list[int]) -> str:

@@ -28,9 +28,9 @@ from speculoe_local.runtime.errors import (
 from speculoe_local.runtime.llama import Context, Model, Shape
 from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.options import EngineOptions, Message, Sampling, parse_link
-from speculoe_local.runtime.orchestrator import Orchestrator
+from speculoe_local.runtime.orchestrator import NativeLoop, Orchestrator
 from speculoe_local.runtime.placement import Placement
-from speculoe_local.runtime.predict import make_predictor
+from speculoe_local.runtime.predict import Predictor, QuasiHidden, make_predictor
 from speculoe_local.runtime.sampler import Sampler
 from speculoe_local.runtime.slots import ExpertSlots, SlotStats
 from speculoe_local.runtime.stats import Stats, Tier
@@ -83,7 +83,7 @@ class Engine:
         model: Model,
         context: Context,
         slots: ExpertSlots | None,
-        orchestrator: Orchestrator | None,
+        orchestrator: Orchestrator | NativeLoop | None,
         options: EngineOptions,
         tier: Tier,
         load_s: float,
@@ -171,12 +171,12 @@ class Engine:
                     n_threads=options.threads or host.cores,
                 ),
             )
-            orchestrator = None
+            orchestrator: Orchestrator | NativeLoop | None = None
             if slots is not None:
                 slots.attach(context.handle)
                 predictor = make_predictor(options.predict or "quasi-hidden", found)
                 if predictor is not None:
-                    orchestrator = Orchestrator(slots, predictor, found.n_embd, _most_used(found))
+                    orchestrator = _loop(options, slots, predictor, found)
             undo.pop_all()
         tier: Tier = "resident" if not slotted else "link" if options.link else "disk-ram"
         load_s = time.perf_counter() - begin
@@ -448,8 +448,15 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return n
 
 
-def _most_used(model: ModelMap) -> int:
-    return max(layer.n_expert_used for layer in model.layers)
+def _loop(
+    options: EngineOptions, slots: ExpertSlots, predictor: Predictor, model: ModelMap
+) -> Orchestrator | NativeLoop:
+    if options.loop == "python":
+        most_used = max(layer.n_expert_used for layer in model.layers)
+        return Orchestrator(slots, predictor, model.n_embd, most_used)
+    if not isinstance(predictor, QuasiHidden):
+        raise OptionError(f"--predict {options.predict} has no native loop; use the Python loop")
+    return NativeLoop(slots, predictor, model.n_embd)
 
 
 def _source(options: EngineOptions, model: ModelMap, host: machine.Machine) -> str:

@@ -60,7 +60,7 @@ class NativeGate:
             for name in ("router", "norm", "norm_bias", "bias", "selection_bias")
             for array in (getattr(gate, name),)
         }
-        params = native.GateParams(
+        self.params = native.GateParams(
             **{name: _pointer(array) for name, array in self._kept.items()},
             eps=gate.eps,
             scale=gate.scale,
@@ -77,7 +77,7 @@ class NativeGate:
         error = ctypes.create_string_buffer(256)
         handle = ctypes.c_void_p()
         status = native.functions.spo_gate_new(
-            ctypes.byref(params), ctypes.byref(handle), error, len(error)
+            ctypes.byref(self.params), ctypes.byref(handle), error, len(error)
         )
         if status != native.Status.OK:
             raise BackendError(error.value.decode("utf-8", "replace"))

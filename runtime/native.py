@@ -14,6 +14,7 @@ __all__ = [
     "POLICY",
     "SOURCE",
     "GateParams",
+    "LoopLayer",
     "Matrix",
     "Params",
     "ReplayCounts",
@@ -150,6 +151,17 @@ class ReplayCounts(ctypes.Structure):
     _fields_ = [("requests", c_uint64), ("hits", c_uint64), ("uploads", c_uint64)]
 
 
+class LoopLayer(ctypes.Structure):
+    """spo_loop_layer"""
+
+    _fields_ = [
+        ("gate", ctypes.POINTER(GateParams)),
+        ("default_vectors", c_void_p),
+        ("block", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 _PROTOTYPES = {
     "spo_abi_version": (c_int32, []),
     "spo_engine_new": (
@@ -162,6 +174,11 @@ _PROTOTYPES = {
     "spo_engine_interrupt": (None, [c_void_p]),
     "spo_engine_reset": (c_char_p, [c_void_p]),
     "spo_engine_prefetch": (c_int32, [c_void_p, c_int32, c_void_p, c_int32]),
+    "spo_loop_start": (
+        c_int32,
+        [c_void_p, ctypes.POINTER(LoopLayer), c_int32, c_int32, ctypes.c_char_p, c_size_t],
+    ),
+    "spo_loop_stop": (None, [c_void_p]),
     "spo_tap_open": (None, [c_void_p, c_int32]),
     "spo_tap_close": (None, [c_void_p]),
     "spo_tap_next": (

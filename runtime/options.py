@@ -69,6 +69,7 @@ class EngineOptions:
     policy: Literal["learned", "decayed", "lru"] = "learned"
     upload_threads: int = 2
     buffers: str = "slots"
+    loop: str = "python"
     repack: bool = True
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class EngineOptions:
                 f"--mode {self.mode} needs a calibrated predictor, which this version lacks; use exact"
             )
         _one_of("--buffers", self.buffers, _BUFFERS)
+        _one_of("loop", self.loop, ("python", "native"))
         if self.device not in ("auto", "cpu"):
             raise OptionError(f"--device {self.device} is not built in; use cpu or auto")
         for name in ("threads", "ctx", "batch", "ubatch", "upload_threads"):

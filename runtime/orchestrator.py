@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 
-from speculoe_local.runtime.predict import Predictor, Tap
+from speculoe_local.runtime.predict import Predictor, QuasiHidden, Tap
 from speculoe_local.runtime.slots import ExpertSlots, TapRoom
 
-__all__ = ["Orchestrator"]
+__all__ = ["NativeLoop", "Orchestrator"]
 
 _logger = logging.getLogger(__name__)
 _CLOSED = -2
@@ -57,4 +57,25 @@ class Orchestrator:
     def close(self) -> None:
         self._slots.close_taps()
         self._thread.join()
+        self._predictor.close()
+
+
+class NativeLoop:
+    """The same loop in a thread of the library, to compare with. Quasi-hidden prediction only."""
+
+    failure: str | None = None
+    predictions = 0  # the library does not count
+    seconds = 0.0
+
+    def __init__(self, slots: ExpertSlots, predictor: QuasiHidden, n_embd: int) -> None:
+        self._slots = slots
+        self._predictor = predictor  # owns what the library borrows
+        layers = {
+            block: (gate.params, predictor.default_vectors.get(block - 1))
+            for block, gate in predictor.gates.items()
+        }
+        slots.start_loop(layers, n_embd)
+
+    def close(self) -> None:
+        self._slots.stop_loop()
         self._predictor.close()

@@ -64,8 +64,8 @@ class QuasiHidden:
     ) -> None:
         """`gates` by block, without the layers that cannot be predicted; `default_vectors` by block,
         [n_expert, n_embd] float32. A layer without them is predicted from residual and shared output."""
-        self._gates = {block: NativeGate(gate) for block, gate in gates.items()}
-        self._default = default_vectors or {}
+        self.gates = {block: NativeGate(gate) for block, gate in gates.items()}
+        self.default_vectors = default_vectors or {}
 
     @classmethod
     def of(cls, model: ModelMap) -> QuasiHidden:
@@ -73,17 +73,17 @@ class QuasiHidden:
         return cls({block: gate for block, gate in found.items() if isinstance(gate, Gate)})
 
     def predict(self, tap: Tap) -> Guess | None:
-        gate = self._gates.get(tap.block + 1)
+        gate = self.gates.get(tap.block + 1)
         if gate is None:
             return None
         add = tap.shared
-        default = self._default.get(tap.block)
+        default = self.default_vectors.get(tap.block)
         if default is not None:
             add = add + tap.weights @ default[tap.ids]
         return Guess(tap.block + 1, gate.best(tap.residual, add))
 
     def close(self) -> None:
-        for gate in self._gates.values():
+        for gate in self.gates.values():
             gate.close()
 
 

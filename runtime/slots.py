@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from speculoe_local.runtime.modelmap import MatrixKind, ModelMap
 from speculoe_local.runtime.options import Link
 from speculoe_local.runtime.placement import Placement
 
-__all__ = ["ExpertSlots", "SlotStats", "TapRoom"]
+__all__ = ["ExpertSlots", "LoopGate", "SlotStats", "TapRoom"]
 
 # The order in which llama.cpp's build_moe_ffn uses the matrices of a layer; staging relies on it
 # for overlap, never for correctness.
@@ -76,6 +77,10 @@ _NO_COUNTERS = ("bank_bytes", "staging_bytes", "source", "repacked")
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+# A gate's parameters and the default vectors [n_expert, n_embd] of the layer before, if there are any.
+LoopGate = tuple[native.GateParams, "npt.NDArray[np.float32] | None"]
 
 
 class TapRoom:
@@ -209,6 +214,26 @@ class ExpertSlots:
         """Wait for the newest tap, written into `room`: its block, -1 after the time, -2 once closed."""
         block: int = native.functions.spo_tap_next(self._open, *room.addresses, timeout_ms)
         return block
+
+    def start_loop(self, layers: Mapping[int, LoopGate], n_embd: int) -> None:
+        """Let a thread of the library predict `layers` (by the block predicted) and queue uploads.
+
+        What `layers` holds must live until `stop_loop`. Raises BackendError when a gate is refused.
+        """
+        table = (native.LoopLayer * len(layers))()
+        for row, (block, (params, default)) in zip(table, layers.items(), strict=True):
+            row.gate = ctypes.pointer(params)
+            row.default_vectors = None if default is None else default.ctypes.data
+            row.block = block
+        error = ctypes.create_string_buffer(256)
+        status = native.functions.spo_loop_start(
+            self._open, table, len(table), n_embd, error, len(error)
+        )
+        if status != native.Status.OK:
+            raise BackendError(error.value.decode("utf-8", "replace"))
+
+    def stop_loop(self) -> None:
+        native.functions.spo_loop_stop(self._open)
 
     def stats(self) -> SlotStats:
         found = native.Stats()

@@ -4,6 +4,7 @@
 #include "gate.h"
 #include "hook.h"
 #include "llama.h"
+#include "loop.h"
 #include "replay.h"
 #include "speculoe/speculoe.h"
 
@@ -13,8 +14,9 @@
 #include <stdexcept>
 
 struct spo_engine {
-    spo::engine engine;
-    std::string text; // what the last call returned a pointer to
+    spo::engine                           engine;
+    std::string                           text; // what the last call returned a pointer to
+    std::unique_ptr<spo::prediction_loop> loop; // after the engine it watches, so gone before it
 
     explicit spo_engine(const spo_params & params) : engine(params) {}
 };
@@ -144,5 +146,20 @@ spo_status spo_replay(const spo_replay_params * params, spo_replay_counts * out,
         return dynamic_cast<const std::bad_alloc *>(&e) ? SPO_ERR_MEMORY : SPO_ERR_INVALID;
     }
 }
+
+spo_status spo_loop_start(spo_engine * engine, const spo_loop_layer * layers, int32_t n, int32_t n_embd, char * error,
+                          size_t error_size) {
+    try {
+        engine->loop = std::make_unique<spo::prediction_loop>(engine->engine, layers, n, n_embd);
+        return SPO_OK;
+    } catch (const std::exception & e) {
+        if (error && error_size > 0) {
+            std::snprintf(error, error_size, "%s", e.what());
+        }
+        return SPO_ERR_INVALID;
+    }
+}
+
+void spo_loop_stop(spo_engine * engine) { engine->loop.reset(); }
 
 } // extern "C"

@@ -84,6 +84,23 @@ def test_no_prediction_changes_the_logits_of_any_family(family: str, tiny_model:
         assert expected == answered(path, predict)[0], predict
 
 
+def test_the_native_loop_predicts_as_well_and_changes_no_logits(tiny_model: TinyModel) -> None:
+    path = tiny_model("bailingmoe")
+    expected, _ = answered(path, "none", "100%")
+    recall = {}
+    for loop in ("python", "native"):
+        options = EngineOptions(expert_budget="60%", threads=1, ctx=256, loop=loop)
+        with Engine.open(path, options=options) as engine:
+            *_, last = engine.generate(
+                PROMPT, sampling=Sampling(temp=0), max_tokens=40, logits_hash=True, ignore_end=True
+            )
+        assert expected == last.stats.logits_sha256
+        assert last.stats.slots.true_experts > 0
+        recall[loop] = last.stats.slots.recall
+
+    assert recall["python"] == pytest.approx(recall["native"], abs=0.15)
+
+
 @pytest.mark.parametrize("predict", ["quasi-hidden", "own_predictors:Wrong", "own_predictors:Late"])
 @pytest.mark.parametrize("buffers", ["slots", "two-layer"])
 def test_neither_buffers_nor_a_slow_link_nor_lateness_change_logits(

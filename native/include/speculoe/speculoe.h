@@ -224,6 +224,19 @@ typedef struct {
 SPO_API spo_status spo_replay(const spo_replay_params * params, spo_replay_counts * out, char * error,
                               size_t error_size);
 
+/* One layer that a native loop predicts. */
+typedef struct {
+    const spo_gate_params * gate;
+    const float *           default_vectors; /* [n_expert][n_embd] of the layer before, borrowed; or NULL */
+    int32_t                 block;           /* number of the layer predicted */
+    int32_t                 reserved;
+} spo_loop_layer;
+
+/* A thread of the library takes the taps, predicts and queues, instead of the caller. One per engine. */
+SPO_API spo_status spo_loop_start(spo_engine * engine, const spo_loop_layer * layers, int32_t n, int32_t n_embd,
+                                  char * error, size_t error_size);
+SPO_API void       spo_loop_stop(spo_engine * engine);
+
 #ifdef __cplusplus
 }
 #endif
