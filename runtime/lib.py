@@ -21,6 +21,7 @@ from speculoe_local.runtime.errors import BackendError
 __all__ = ["Log", "library_folder", "llama", "llama_library", "log", "speculoe_library"]
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+_OWN_SYMBOLS = getattr(os, "RTLD_DEEPBIND", 0)
 _logger = logging.getLogger("speculoe_local.llama")
 
 
@@ -76,13 +77,17 @@ def _load() -> tuple[ModuleType, ctypes.CDLL, ctypes.CDLL, Log]:
         # of a token's thousand barriers: harmless alone, 10 to 20 times slower once anything else
         # runs on one of the cores. Measured on 2 cores: as fast when idle, 15 for 0.9 tokens/s when not.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if "llama_cpp" not in sys.modules:
+        # Opened here first so that a llama.cpp which someone loaded globally does not lend its symbols
+        # to ours; the bindings then get this one, by its path.
+        ctypes.CDLL(str(folder / f"libllama{_SUFFIX}"), mode=_OWN_SYMBOLS)
     module = importlib.import_module("llama_cpp.llama_cpp")
     loaded: ctypes.CDLL = module._lib
     if Path(loaded._name).parent.resolve() != folder.resolve():
         raise BackendError(
             f"llama_cpp already uses {loaded._name}; import speculoe_local.runtime before llama_cpp"
         )
-    speculoe = ctypes.CDLL(str(folder / f"libspeculoe{_SUFFIX}"))
+    speculoe = ctypes.CDLL(str(folder / f"libspeculoe{_SUFFIX}"), mode=_OWN_SYMBOLS)
     kept = Log()
     kept.callback = module.llama_log_callback(kept)  # type: ignore[attr-defined]  # must outlive C
     module.llama_log_set(kept.callback, None)  # type: ignore[attr-defined]
