@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 import speculoe_local
-from speculoe_local.cli import bench, chat, doctor, replay
+from speculoe_local.cli import bench, calibrate, chat, doctor, replay, show, trace
 
 __all__ = ["app", "main"]
 
@@ -72,8 +72,11 @@ def _options(
 
 app.command("chat")(chat.chat)
 app.command("bench")(bench.bench)
+app.command("calibrate")(calibrate.calibrate)
+app.command("show")(show.show)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
+app.command("trace")(trace.trace)
 
 
 def main() -> None:

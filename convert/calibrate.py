@@ -213,7 +213,7 @@ class _Run:
     def resume(self) -> None:
         """Go on from the partial file, if it is of this very calibration."""
         try:
-            with np.load(self.partial, allow_pickle=False) as kept:
+            with self.partial.open("rb") as file, np.load(file, allow_pickle=False) as kept:
                 arrays = {name: kept[name] for name in kept.files}
         except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
             return  # none, or one that was damaged: start anew

@@ -30,8 +30,9 @@ from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.options import EngineOptions, Message, Sampling, parse_link
 from speculoe_local.runtime.orchestrator import NativeLoop, Orchestrator
 from speculoe_local.runtime.placement import Placement
-from speculoe_local.runtime.predict import Predictor, QuasiHidden, make_predictor
+from speculoe_local.runtime.predict import Predictor, QuasiHidden, default_name, make_predictor
 from speculoe_local.runtime.sampler import Sampler
+from speculoe_local.runtime.sidecar import Sidecar, sidecar_path
 from speculoe_local.runtime.slots import ExpertSlots, SlotStats
 from speculoe_local.runtime.stats import Stats, Tier
 from speculoe_local.runtime.template import choose, prewarm, render
@@ -84,7 +85,7 @@ class Engine:
         context: Context,
         slots: ExpertSlots | None,
         orchestrator: Orchestrator | NativeLoop | None,
-        options: EngineOptions,
+        predictor: str,
         tier: Tier,
         load_s: float,
     ) -> None:
@@ -93,7 +94,7 @@ class Engine:
         self._context = context
         self._slots = slots
         self._orchestrator = orchestrator
-        self.predictor = (options.predict or "quasi-hidden") if orchestrator else "none"
+        self.predictor = predictor
         self._load_s = load_s
         self._lock = threading.RLock()
         self._interrupted = threading.Event()
@@ -134,6 +135,7 @@ class Engine:
         else:
             placed = placement.plan(found, budget, available_bytes=host.available_bytes)
         slotted = placed.kind == "slotted"
+        sidecar = _sidecar(options, found)
         if options.link and not slotted:
             raise OptionError(
                 f"--link {options.link} models uploads, but all experts are resident; lower --expert-budget"
@@ -174,13 +176,14 @@ class Engine:
             orchestrator: Orchestrator | NativeLoop | None = None
             if slots is not None:
                 slots.attach(context.handle)
-                predictor = make_predictor(options.predict or "quasi-hidden", found)
+                predictor = make_predictor(options.predict, found, sidecar)
                 if predictor is not None:
                     orchestrator = _loop(options, slots, predictor, found)
             undo.pop_all()
         tier: Tier = "resident" if not slotted else "link" if options.link else "disk-ram"
         load_s = time.perf_counter() - begin
-        return cls(found, placed, model, context, slots, orchestrator, options, tier, load_s)
+        predictor_name = options.predict or default_name(sidecar) if orchestrator else "none"
+        return cls(found, placed, model, context, slots, orchestrator, predictor_name, tier, load_s)
 
     def chat(
         self,
@@ -352,6 +355,11 @@ class Engine:
         return self._slots.stats() if self._slots is not None else SlotStats()
 
     @property
+    def slots(self) -> ExpertSlots | None:
+        """The expert slots, for tools that look inside; None where all experts are resident."""
+        return self._slots
+
+    @property
     def prediction_seconds(self) -> float:
         """Mean time of one prediction with its queueing; 0 before the first."""
         by = self._orchestrator
@@ -457,6 +465,13 @@ def _loop(
     if not isinstance(predictor, QuasiHidden):
         raise OptionError(f"--predict {options.predict} has no native loop; use the Python loop")
     return NativeLoop(slots, predictor, model.n_embd)
+
+
+def _sidecar(options: EngineOptions, model: ModelMap) -> Sidecar | None:
+    """The one that was named, or the one that lies beside the model. A damaged or foreign one is
+    refused either way: to ignore it silently would be to answer with other figures than asked for."""
+    path = options.sidecar or sidecar_path(model.files[0])
+    return Sidecar.read(path, model) if options.sidecar or path.exists() else None
 
 
 def _source(options: EngineOptions, model: ModelMap, host: machine.Machine) -> str:

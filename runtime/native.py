@@ -17,6 +17,7 @@ __all__ = [
     "LoopLayer",
     "Matrix",
     "Params",
+    "Span",
     "ReplayCounts",
     "ReplayParams",
     "Stats",
@@ -158,6 +159,19 @@ class LoopLayer(ctypes.Structure):
         ("gate", ctypes.POINTER(GateParams)),
         ("default_vectors", c_void_p),
         ("block", c_int32),
+        ("source", c_int32),
+    ]
+
+
+class Span(ctypes.Structure):
+    """spo_span"""
+
+    _fields_ = [
+        ("begin_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("kind", c_int32),
+        ("block", c_int32),
+        ("expert", c_int32),
         ("reserved", c_int32),
     ]
 
@@ -174,6 +188,8 @@ _PROTOTYPES = {
     "spo_engine_interrupt": (None, [c_void_p]),
     "spo_engine_reset": (c_char_p, [c_void_p]),
     "spo_engine_prefetch": (c_int32, [c_void_p, c_int32, c_void_p, c_int32]),
+    "spo_trace_start": (None, [c_void_p, c_int64]),
+    "spo_trace_take": (c_int64, [c_void_p, ctypes.POINTER(Span), c_int64]),
     "spo_loop_start": (
         c_int32,
         [c_void_p, ctypes.POINTER(LoopLayer), c_int32, c_int32, ctypes.c_char_p, c_size_t],

@@ -71,7 +71,11 @@ class NativeLoop:
         self._slots = slots
         self._predictor = predictor  # owns what the library borrows
         layers = {
-            block: (gate.params, predictor.default_vectors.get(block - 1))
+            block: (
+                predictor.source[block],
+                gate.params,
+                predictor.default_vectors.get(predictor.source[block]),
+            )
             for block, gate in predictor.gates.items()
         }
         slots.start_loop(layers, n_embd)

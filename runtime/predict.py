@@ -19,8 +19,18 @@ import numpy.typing as npt
 from speculoe_local.runtime.errors import OptionError
 from speculoe_local.runtime.gating import Gate, NativeGate, load_gates
 from speculoe_local.runtime.modelmap import ModelMap
+from speculoe_local.runtime.sidecar import Sidecar
 
-__all__ = ["Floats", "Guess", "Ids", "Predictor", "QuasiHidden", "Tap", "make_predictor"]
+__all__ = [
+    "Floats",
+    "Guess",
+    "Ids",
+    "Predictor",
+    "QuasiHidden",
+    "Tap",
+    "default_name",
+    "make_predictor",
+]
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
@@ -57,52 +67,87 @@ class Predictor(Protocol):
 
 
 class QuasiHidden:
-    """The next layer's own router, on the quasi-hidden state."""
+    """The next MoE layer's router, or an estimator in its place, on the quasi-hidden state."""
 
     def __init__(
-        self, gates: Mapping[int, Gate], default_vectors: Mapping[int, Floats] | None = None
+        self,
+        gates: Mapping[int, Gate],
+        source: Mapping[int, int],
+        default_vectors: Mapping[int, Floats] | None = None,
     ) -> None:
-        """`gates` by block, without the layers that cannot be predicted; `default_vectors` by block,
-        [n_expert, n_embd] float32. A layer without them is predicted from residual and shared output."""
-        self.gates = {block: NativeGate(gate) for block, gate in gates.items()}
+        """`gates` by the block they predict, `source` by it too: the block whose tap predicts it.
+        `default_vectors` by block, [n_expert, n_embd] float32; a layer without them adds none."""
+        self.gates = {block: NativeGate(gate) for block, gate in gates.items() if block in source}
+        self.source = {block: source[block] for block in self.gates}
         self.default_vectors = default_vectors or {}
+        self._target = {source: block for block, source in self.source.items()}
 
     @classmethod
-    def of(cls, model: ModelMap) -> QuasiHidden:
-        found = load_gates(model)
-        return cls({block: gate for block, gate in found.items() if isinstance(gate, Gate)})
+    def of(
+        cls, model: ModelMap, sidecar: Sidecar | None = None, who: str = "quasi-hidden"
+    ) -> QuasiHidden:
+        """`who`: quasi-hidden takes each layer's own router, estimator the sidecar's estimator wherever
+        there is one, hybrid what the sidecar recommends for the layer."""
+        blocks = [layer.index for layer in model.layers]
+        source = dict(zip(blocks[1:], blocks, strict=False))
+        gates = {b: gate for b, gate in load_gates(model).items() if isinstance(gate, Gate)}
+        if sidecar is None:
+            return cls(gates, source)
+        for layer in sidecar.layers:
+            gate = gates.get(layer.block)
+            if (
+                gate is None
+                or not layer.predictable
+                or (who == "hybrid" and layer.strategy == "none")
+            ):
+                gates.pop(layer.block, None)
+            elif who == "estimator" or (who == "hybrid" and layer.strategy == "ridge"):
+                gates[layer.block] = layer.estimator(gate) or gate
+        default = {
+            layer.block: np.ascontiguousarray(layer.default_vectors, np.float32)
+            for layer in sidecar.layers
+        }
+        return cls(gates, source, default)
 
     def predict(self, tap: Tap) -> Guess | None:
-        gate = self.gates.get(tap.block + 1)
-        if gate is None:
+        target = self._target.get(tap.block)
+        if target is None:
             return None
         add = tap.shared
         default = self.default_vectors.get(tap.block)
         if default is not None:
             add = add + tap.weights @ default[tap.ids]
-        return Guess(tap.block + 1, gate.best(tap.residual, add))
+        return Guess(target, self.gates[target].best(tap.residual, add))
 
     def close(self) -> None:
         for gate in self.gates.values():
             gate.close()
 
 
-def make_predictor(name: str, model: ModelMap) -> Predictor | None:
-    """The predictor that `--predict NAME` means: quasi-hidden, none, or MODULE:CLASS.
+def make_predictor(name: str | None, model: ModelMap, sidecar: Sidecar | None) -> Predictor | None:
+    """The predictor that `--predict NAME` means: quasi-hidden, estimator, hybrid, none, MODULE:CLASS.
 
-    A class of one's own is called with the ModelMap. Raises OptionError for a name that is not known
-    and for a class that cannot be had.
+    None means hybrid with a sidecar and quasi-hidden without. A class of one's own is called with the
+    ModelMap. Raises OptionError for a name that is not known, an estimator without a sidecar, and a
+    class that cannot be had.
     """
+    name = name or default_name(sidecar)
     if name == "none":
         return None
-    if name == "quasi-hidden":
-        return QuasiHidden.of(model)
+    if name in ("estimator", "hybrid") and sidecar is None:
+        raise OptionError(f"--predict {name} needs a sidecar; run `speculoe-local calibrate` first")
+    if name in ("quasi-hidden", "estimator", "hybrid"):
+        return QuasiHidden.of(model, sidecar, name)
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise OptionError(
-            f"--predict {name!r} is not known; use quasi-hidden, none, or MODULE:CLASS"
+            f"--predict {name!r} is not known; use quasi-hidden, estimator, hybrid, none, or MODULE:CLASS"
         )
     try:
         return cast("Predictor", getattr(importlib.import_module(module), attribute)(model))
     except Exception as error:
         raise OptionError(f"--predict {name}: {type(error).__name__}: {error}") from error
+
+
+def default_name(sidecar: Sidecar | None) -> str:
+    return "quasi-hidden" if sidecar is None else "hybrid"

@@ -79,8 +79,8 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-# A gate's parameters and the default vectors [n_expert, n_embd] of the layer before, if there are any.
-LoopGate = tuple[native.GateParams, "npt.NDArray[np.float32] | None"]
+# The block that predicts, the gate's parameters, and the default vectors [n_expert, n_embd] of that block.
+LoopGate = tuple[int, native.GateParams, "npt.NDArray[np.float32] | None"]
 
 
 class TapRoom:
@@ -221,10 +221,11 @@ class ExpertSlots:
         What `layers` holds must live until `stop_loop`. Raises BackendError when a gate is refused.
         """
         table = (native.LoopLayer * len(layers))()
-        for row, (block, (params, default)) in zip(table, layers.items(), strict=True):
+        for row, (block, (source, params, default)) in zip(table, layers.items(), strict=True):
             row.gate = ctypes.pointer(params)
             row.default_vectors = None if default is None else default.ctypes.data
             row.block = block
+            row.source = source
         error = ctypes.create_string_buffer(256)
         status = native.functions.spo_loop_start(
             self._open, table, len(table), n_embd, error, len(error)
@@ -234,6 +235,16 @@ class ExpertSlots:
 
     def stop_loop(self) -> None:
         native.functions.spo_loop_stop(self._open)
+
+    def start_trace(self, capacity: int) -> None:
+        """Keep up to `capacity` spans from now on; 0: none."""
+        native.functions.spo_trace_start(self._open, capacity)
+
+    def take_trace(self, capacity: int) -> list[native.Span]:
+        """The spans since `start_trace`, in the order they ended."""
+        spans = (native.Span * capacity)()
+        count: int = native.functions.spo_trace_take(self._open, spans, capacity)
+        return list(spans[:count])
 
     def stats(self) -> SlotStats:
         found = native.Stats()

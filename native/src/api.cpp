@@ -162,4 +162,10 @@ spo_status spo_loop_start(spo_engine * engine, const spo_loop_layer * layers, in
 
 void spo_loop_stop(spo_engine * engine) { engine->loop.reset(); }
 
+void spo_trace_start(spo_engine * engine, int64_t capacity) { engine->engine.trace().start(size_t(capacity)); }
+
+int64_t spo_trace_take(spo_engine * engine, spo_span * out, int64_t n) {
+    return int64_t(engine->engine.trace().take(out, size_t(n)));
+}
+
 } // extern "C"

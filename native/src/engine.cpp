@@ -19,12 +19,6 @@ std::vector<std::string> paths_of(const spo_params & params) { return { params.f
 // A third of what one token leaves over, and one slot whenever there is one.
 int probation_of(int n_slots, int n_used) { return std::max(n_slots > n_used ? 1 : 0, (n_slots - n_used) / 3); }
 
-uint64_t now_ns() {
-    return uint64_t(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-            .count());
-}
-
 } // namespace
 
 engine::engine(const spo_params & params) :
@@ -164,6 +158,7 @@ void engine::request(int layer_index, const id_view & ids) {
     if (layer_index == acquired_ + 1) {
         const uint64_t window = now_ns() - acquired_ns_;
         stats_.window_ns += window;
+        trace_.span(SPO_SPAN_COMPUTE, acquired_ns_, layers_[acquired_].block, -1);
         window_us_ += timing_step * (1e-3f * float(window) - window_us_);
     }
     // Nodes of a graph run in order: whoever computes this one has finished with the layer before.
@@ -215,6 +210,7 @@ bool engine::request_missing(int layer_index, pinned & wanted) {
 void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
     const moe_layer & layer = layers_[layer_index];
     slot_table &      table = pools_[layer.pool].table;
+    const uint64_t    begin = now_ns();
     lock              held(mutex_);
     wait(held, stats_.stall_ns, [&] {
         bool all = true;
@@ -224,6 +220,7 @@ void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
         }
         return all;
     });
+    trace_.span(SPO_SPAN_STALL, begin, layer.block, -1);
     acquired_    = layer_index;
     acquired_ns_ = now_ns();
     for (int64_t t = 0; t < ids.n_tokens; ++t) {
@@ -293,6 +290,8 @@ void engine::fill_slot(const matrix & m, int expert, int slot_index) {
     const bool     failed = !fill(pool.banks[m.position], slot_index, m, expert, 1);
     {
         lock held(mutex_);
+        trace_.span(pool.table.at(slot_index).predicted ? SPO_SPAN_PREDICTED : SPO_SPAN_DEMAND, begin,
+                    layers_[m.layer].block, expert);
         copy_us_ += timing_step * (1e-3f * float(now_ns() - begin) - copy_us_);
         slot_pool::transfer & t = pool.transfers[slot_index];
         in_flight_ -= 1;
@@ -369,6 +368,7 @@ int engine::prefetch(int block, const int32_t * experts, int n) {
         return 0;
     }
     const moe_layer & layer    = layers_[found->second];
+    const uint64_t    begin    = now_ns();
     int               accepted = 0;
     lock              held(mutex_);
     slot_table &      table = pools_[layer.pool].table;
@@ -398,6 +398,7 @@ int engine::prefetch(int block, const int32_t * experts, int n) {
         guess.resident[e] = slot >= 0 && !table.at(slot).predicted;
     }
     stats_.predicted += uint64_t(accepted);
+    trace_.span(SPO_SPAN_PREDICT, begin, block, -1);
     return accepted;
 }
 

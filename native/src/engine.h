@@ -9,6 +9,7 @@
 #include "speculoe/speculoe.h"
 #include "staging.h"
 #include "tap.h"
+#include "trace.h"
 #include "uploads.h"
 
 #include <atomic>
@@ -113,6 +114,7 @@ public:
     // --- callers
     void        interrupt();
     tap_box &   taps() { return taps_; }
+    trace_log & trace() { return trace_; }
     std::string reset();
     void        fail(const std::string & line);
     int         prefetch(int block, const int32_t * experts, int n);
@@ -173,6 +175,7 @@ private:
     int                               in_flight_   = 0; // copies queued or running
 
     tap_box                       taps_;
+    trace_log                     trace_;
     std::atomic<bool>             interrupted_{ false };
     std::atomic<bool>             failed_{ false };
     std::unique_ptr<upload_queue> queue_; // last: joins before anything it uses goes

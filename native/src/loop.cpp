@@ -12,7 +12,7 @@ prediction_loop::prediction_loop(engine & owner, const spo_loop_layer * layers, 
     owner_(owner), add_(size_t(n_embd)) {
     for (int i = 0; i < n; ++i) {
         const spo_gate_params & params = *layers[i].gate;
-        layers_[layers[i].block]       = { std::make_unique<gate>(params), layers[i].default_vectors,
+        layers_[layers[i].source]      = { layers[i].block, std::make_unique<gate>(params), layers[i].default_vectors,
                                            std::vector<int32_t>(params.n_ids), std::vector<float>(params.n_used) };
     }
     owner_.taps().open(n_embd);
@@ -30,7 +30,7 @@ void prediction_loop::run() {
         if (!owner_.taps().read(newest, wait_ms)) {
             continue;
         }
-        const auto found = layers_.find(owner_.layer(newest.layer).block + 1);
+        const auto found = layers_.find(owner_.layer(newest.layer).block);
         if (found == layers_.end()) {
             continue;
         }
@@ -43,7 +43,7 @@ void prediction_loop::run() {
             }
         }
         if (next.router->route(newest.residual.data(), add_.data(), next.ids.data(), next.weights.data(), nullptr)) {
-            owner_.prefetch(found->first, next.ids.data(), int(next.ids.size()));
+            owner_.prefetch(next.block, next.ids.data(), int(next.ids.size()));
         }
     }
 }

@@ -22,8 +22,9 @@ public:
 
 private:
     struct predicted_layer {
+        int                   block;
         std::unique_ptr<gate> router;
-        const float *         default_vectors; // of the layer before, [n_expert][n_embd], borrowed, or null
+        const float *         default_vectors; // of the source, [n_expert][n_embd], borrowed, or null
         std::vector<int32_t>  ids;
         std::vector<float>    weights;
     };
@@ -31,7 +32,7 @@ private:
     void run();
 
     engine &                                 owner_;
-    std::unordered_map<int, predicted_layer> layers_; // by block
+    std::unordered_map<int, predicted_layer> layers_; // by source
     std::vector<float>                       add_;    // [n_embd]
     std::thread                              thread_;
 };

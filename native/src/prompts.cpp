@@ -123,7 +123,9 @@ void engine::fill_stage(const matrix & m, const std::vector<uint8_t> & needed) {
 }
 
 void engine::stage_read(const matrix & m, int expert, int count) {
-    const bool done = fill(staging_->bank_of(m.index), expert, m, expert, count);
+    const uint64_t begin = now_ns();
+    const bool     done  = fill(staging_->bank_of(m.index), expert, m, expert, count);
+    trace_.span(SPO_SPAN_STAGED, begin, layers_[m.layer].block, expert);
     if (done) {
         lock held(mutex_);
         stats_.uploaded_bytes += size_t(count) * m.shape.bytes();

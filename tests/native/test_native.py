@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from speculoe_local.runtime import native
-from speculoe_local.runtime.native import GateParams, LoopLayer, Matrix, Params, Stats
+from speculoe_local.runtime.native import (
+    GateParams,
+    LoopLayer,
+    Matrix,
+    Params,
+    ReplayCounts,
+    ReplayParams,
+    Span,
+    Stats,
+)
 from tests.models.fixtures import TinyModel
 
 
@@ -62,7 +71,10 @@ def test_the_mirror_of_every_struct_has_its_size_offsets_and_names(
         "spo_params": Params,
         "spo_stats": Stats,
         "spo_gate_params": GateParams,
+        "spo_replay_params": ReplayParams,
+        "spo_replay_counts": ReplayCounts,
         "spo_loop_layer": LoopLayer,
+        "spo_span": Span,
     }
     lines = [
         f'printf("{name} %zu\\n", sizeof({name}));\n'

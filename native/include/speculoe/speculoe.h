@@ -227,15 +227,39 @@ SPO_API spo_status spo_replay(const spo_replay_params * params, spo_replay_count
 /* One layer that a native loop predicts. */
 typedef struct {
     const spo_gate_params * gate;
-    const float *           default_vectors; /* [n_expert][n_embd] of the layer before, borrowed; or NULL */
+    const float *           default_vectors; /* [n_expert][n_embd] of the source, borrowed; or NULL */
     int32_t                 block;           /* number of the layer predicted */
-    int32_t                 reserved;
+    int32_t                 source;          /* number of the layer whose tap predicts it */
 } spo_loop_layer;
 
 /* A thread of the library takes the taps, predicts and queues, instead of the caller. One per engine. */
 SPO_API spo_status spo_loop_start(spo_engine * engine, const spo_loop_layer * layers, int32_t n, int32_t n_embd,
                                   char * error, size_t error_size);
 SPO_API void       spo_loop_stop(spo_engine * engine);
+
+typedef enum {
+    SPO_SPAN_COMPUTE   = 0, /* from a layer having its experts to the next layer asking */
+    SPO_SPAN_STALL     = 1, /* the compute thread waiting for uploads of a layer */
+    SPO_SPAN_DEMAND    = 2, /* one matrix on its way into a slot */
+    SPO_SPAN_PREDICTED = 3, /* the same, before anybody asked */
+    SPO_SPAN_STAGED    = 4, /* neighbouring experts of one matrix on their way into staging */
+    SPO_SPAN_PREDICT   = 5, /* a prediction judged and queued; `block` is the layer predicted */
+} spo_span_kind;
+
+/* Times on the clock that std::chrono::steady_clock reads. */
+typedef struct {
+    uint64_t begin_ns;
+    uint64_t end_ns;
+    int32_t  kind; /* spo_span_kind */
+    int32_t  block;
+    int32_t  expert; /* -1 where it is none's */
+    int32_t  reserved;
+} spo_span;
+
+/* Keep up to `capacity` spans from now on; 0: none, as at the beginning. */
+SPO_API void spo_trace_start(spo_engine * engine, int64_t capacity);
+/* Copies out up to n spans in the order they ended and forgets all. Returns how many. */
+SPO_API int64_t spo_trace_take(spo_engine * engine, spo_span * out, int64_t n);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,68 @@
+"""`speculoe-local trace`: one answer as a timeline for a trace viewer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from speculoe_local.cli import options as opt
+
+__all__ = ["trace"]
+
+
+def trace(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Where the JSON goes.")
+    ],
+    model: opt.ModelName = None,
+    prompt: Annotated[
+        str, typer.Option("-p", "--prompt", metavar="TEXT", help="What to answer.")
+    ] = "Why is the sky blue?",
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Draw a few layers of it, too."),
+    ] = None,
+    max_tokens: opt.MaxTokens = 16,
+    expert_budget: opt.ExpertBudget = "25%",
+    predict: opt.Predict = None,
+    sidecar: opt.Sidecar = None,
+    link: opt.Link = None,
+    source: opt.Source = "auto",
+    repack: opt.Repack = True,
+    threads: opt.Threads = None,
+    ctx: opt.Ctx = 4096,
+    batch: opt.Batch = 512,
+    ubatch: opt.Ubatch = 512,
+) -> None:
+    """Record compute, stalls, uploads and predictions of one answer (Perfetto, Chrome)."""
+    from speculoe_local.runtime import Engine
+    from speculoe_local.runtime import trace as runtime
+
+    options = opt.engine_options(
+        expert_budget=expert_budget,
+        mode="exact",
+        predict=predict,
+        device="auto",
+        link=link,
+        sidecar=sidecar,
+        threads=threads,
+        ctx=ctx,
+        batch=batch,
+        ubatch=ubatch,
+        source=source,
+        repack=repack,
+    )
+    with Engine.open(opt.resolve_model(model), options=options) as engine:
+        found = runtime.record(engine, prompt, max_tokens=max_tokens or 16)
+    output.write_text(json.dumps(runtime.as_chrome(found)))
+    if svg is not None:
+        svg.write_text(runtime.as_svg(found, *runtime.excerpt(found)))
+    print(
+        f"{output}: {len(found.events)} spans; {found.overlap:.0%} of predicted upload time lies "
+        "under compute",
+        file=sys.stderr,
+    )
