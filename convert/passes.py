@@ -154,7 +154,13 @@ class Learn:
 
     def _regress(self, gate: Gate, q: Floats, record: LayerRecord) -> None:
         x = gate.normed(q)
-        self._equations(self._phase, record.block).add(x, record.logits - x @ gate.router.T)
+        # Who is picked depends on a token's logits relative to each other, yet a few tokens spread theirs
+        # a hundred times wider than others and would decide the fit alone.
+        spread = record.logits.std(axis=1)
+        weights = 1 / (spread + (np.median(spread) or np.float32(1)))
+        self._equations(self._phase, record.block).add(
+            x, record.logits - x @ gate.router.T, weights.astype(np.float32)
+        )
 
     def _add(self, record: LayerRecord) -> None:
         if record.outputs is None:

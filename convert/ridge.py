@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 __all__ = ["PENALTIES", "Normal", "normal", "solve"]
 
-# As a share of the mean square of a feature, times the number of rows.
+# As a share of the mean diagonal of `gram` without the intercept.
 PENALTIES: Final = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)
 
 Doubles = npt.NDArray[np.float64]
@@ -24,20 +24,28 @@ Doubles = npt.NDArray[np.float64]
 @dataclass(frozen=True, slots=True, eq=False)
 class Normal:
     """Normal equations of y [n, m] on x [n, d] and 1: `gram` float64 [d + 1, d + 1], `cross`
-    float64 [d + 1, m]. The last row and column are the intercept's; `gram[d, d]` is n."""
+    float64 [d + 1, m]. The last row and column are the intercept's."""
 
     gram: Doubles
     cross: Doubles
 
     @property
-    def rows(self) -> int:
-        return int(self.gram[-1, -1])
+    def is_empty(self) -> bool:
+        return bool(self.gram[-1, -1] == 0)
 
-    def add(self, x: npt.NDArray[np.float32], y: npt.NDArray[np.float32]) -> None:
-        """Add rows x float32 [n, d] and y float32 [n, m]; sums of a call are float32, of all float64."""
-        ones = np.concatenate([x, np.ones((len(x), 1), np.float32)], axis=1)
+    def add(
+        self,
+        x: npt.NDArray[np.float32],
+        y: npt.NDArray[np.float32],
+        weights: npt.NDArray[np.float32],
+    ) -> None:
+        """Add rows x float32 [n, d] and y float32 [n, m], whose errors are multiplied by `weights` [n].
+
+        Sums within a call are float32, over calls float64.
+        """
+        ones = np.concatenate([x, np.ones((len(x), 1), np.float32)], axis=1) * weights[:, None]
         self.gram[...] += ones.T @ ones
-        self.cross[...] += ones.T @ y
+        self.cross[...] += ones.T @ (y * weights[:, None])
 
 
 def normal(d: int, m: int) -> Normal:
@@ -54,10 +62,10 @@ def solve(
     when `fit` is empty or what it holds is not finite.
     """
     both = Normal(fit.gram + check.gram, fit.cross + check.cross)
-    if not fit.rows or not (np.isfinite(both.gram).all() and np.isfinite(both.cross).all()):
+    if fit.is_empty or not (np.isfinite(both.gram).all() and np.isfinite(both.cross).all()):
         return None
     best = max(penalties)
-    if check.rows:
+    if not check.is_empty:
         best = min(penalties, key=lambda penalty: _error(_solve(fit, penalty), check))
     solution = _solve(both, best)
     return solution[:-1].T, solution[-1], best

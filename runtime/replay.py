@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -25,6 +26,7 @@ from speculoe_local.runtime.errors import ModelError, OptionError
 from speculoe_local.runtime.options import EngineOptions
 
 __all__ = [
+    "HALF_LIFE",
     "POLICIES",
     "RESIDENCIES",
     "Pool",
@@ -50,7 +52,7 @@ _NATIVE = {
     "learned": native.POLICY["learned"],
     "clairvoyant": native.CLAIRVOYANT,
 }
-_LARGEST_BYTES = 8 << 30  # of ids, unpacked
+_LARGEST_BYTES = 2 << 30  # of ids, unpacked
 _MOST_EXPERTS = 1 << 16
 _MOST_LAYERS = 1 << 12
 
@@ -105,18 +107,13 @@ def load_trace(path: Path) -> Trace:
     Other arrays are left alone. Raises ModelError when the file is not one or its ids are not experts.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise _damaged(path, "is a single array; save ids and meta with numpy.savez")
-            missing = [name for name in ("ids", "meta") if name not in archive.files]
-            if missing:
-                found = ", ".join(archive.files[:8]) or "nothing"
-                raise _damaged(path, f"has no array {missing[0]!r}, only {found}")
-            _refuse_large(path)
-            raw, meta = archive["ids"], archive["meta"]
+        with zipfile.ZipFile(path) as archive:
+            _check_members(path, archive)
+        with np.load(path, allow_pickle=False) as arrays:
+            raw, meta = arrays["ids"], arrays["meta"]
     except FileNotFoundError:
         raise ModelError(f"trace {str(path)!r} does not exist; give the path of an .npz") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise _damaged(path, f"is not a readable .npz: {reason[:120]}") from error
     n_expert = _n_expert(path, meta)
@@ -263,13 +260,16 @@ def _uses(ids: NDArray[np.int32], shape: tuple[int, int]) -> NDArray[np.int64]:
     return counts
 
 
-def _refuse_large(path: Path) -> None:
-    """A small archive can unpack to more than there is memory."""
-    with zipfile.ZipFile(path) as archive:
-        for name in ("ids.npy", "meta.npy"):
-            nbytes = archive.getinfo(name).file_size
-            if nbytes > _LARGEST_BYTES:
-                raise _damaged(path, f"unpacks {nbytes} bytes of {name}, above {_LARGEST_BYTES}")
+def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
+    names = archive.namelist()
+    for name in ("ids", "meta"):
+        if f"{name}.npy" not in names:
+            found = ", ".join(names[:8]) or "nothing"
+            raise _damaged(path, f"has no array {name!r}, only {found[:80]}")
+        # A small archive can unpack to more than there is memory.
+        nbytes = archive.getinfo(f"{name}.npy").file_size
+        if nbytes > _LARGEST_BYTES:
+            raise _damaged(path, f"unpacks {nbytes} bytes of {name}, above {_LARGEST_BYTES}")
 
 
 def _n_expert(path: Path, meta: NDArray[Any]) -> int:

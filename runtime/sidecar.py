@@ -43,7 +43,7 @@ STRATEGIES: Final = ("quasi-hidden", "ridge", "none")
 _ARCHITECTURE: Final = "speculoe"
 _ROUTER_BYTES: Final = 64 << 10
 _SHARD: Final = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
-_AGAIN: Final = "calibrate the model again"
+_AGAIN: Final = "run `speculoe-local calibrate` again"
 _TYPES: Final[dict[int, type[Any]]] = {0: np.float32, 1: np.float16, 27: np.int64}  # ggml_type
 
 Floats = npt.NDArray[np.float32]
@@ -272,7 +272,7 @@ def _damaged(path: Path, problem: str) -> SidecarError:
 
 def _header(path: Path) -> Header:
     if not path.exists():
-        raise SidecarError(f"{shown(path)} does not exist; calibrate the model to make it")
+        raise SidecarError(f"{shown(path)} does not exist; run `speculoe-local calibrate` to make it")
     try:
         return read_header(path)
     except ModelError as error:  # what it advises is for models: a sidecar is made here
