@@ -1,7 +1,7 @@
 """Calibrate a model: run text through it and write down what predicts its routers (the sidecar).
 
 A pass reads all calibration windows and fills the sums of a *group* of layers: as many as fit into
-`memory_bytes`, at least one. A model whose layers fit into one group (the embedded one takes 170 MB)
+`memory_bytes`, at least one. A model whose layers fit into one group (the embedded one takes 160 MB)
 is read once, then its held-out windows once. Within a pass a layer's default vectors are means over the
 windows so far: the first eighth feeds them alone, and the regression never sees a vector that its own
 tokens made. Held-out windows measure what is written, after rounding.

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 Timing = dict[str, Any]
@@ -70,7 +71,8 @@ def our_engine(path: str, options: dict[str, Any]) -> Callable[[Sequence[int], i
     """The engine as a caller uses it, text and statistics included."""
     from speculoe_local.runtime import Engine, EngineOptions, Sampling
 
-    engine = Engine.open(path, options=EngineOptions(**options))
+    sidecar = Path(options["sidecar"]) if options["sidecar"] else None
+    engine = Engine.open(path, options=EngineOptions(**(options | {"sidecar": sidecar})))
 
     def run(prompt: Sequence[int], n_tokens: int) -> Timing:
         engine.forget()

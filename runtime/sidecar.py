@@ -272,7 +272,9 @@ def _damaged(path: Path, problem: str) -> SidecarError:
 
 def _header(path: Path) -> Header:
     if not path.exists():
-        raise SidecarError(f"{shown(path)} does not exist; run `speculoe-local calibrate` to make it")
+        raise SidecarError(
+            f"{shown(path)} does not exist; run `speculoe-local calibrate` to make it"
+        )
     try:
         return read_header(path)
     except ModelError as error:  # what it advises is for models: a sidecar is made here

@@ -145,7 +145,9 @@ def test_the_sidecar_of_a_finetune_with_an_equal_header_is_refused(
 
 
 def test_a_missing_file_and_a_folder_are_refused(model: ModelMap, tmp_path: Path) -> None:
-    assert "does not exist; run `speculoe-local calibrate`" in refused(tmp_path / "none.gguf", model)
+    assert "does not exist; run `speculoe-local calibrate`" in refused(
+        tmp_path / "none.gguf", model
+    )
     assert "is a directory" in refused(tmp_path, model)
 
 
