@@ -91,7 +91,7 @@ def bench(
         runtime.Plan(
             opt.resolve_model(model),
             names,
-            replace(options, buffers=buffers, upload_threads=1 if link or copy_share else 2),
+            replace(options, buffers=buffers),
             prompt_tokens,
             tokens,
             rounds,

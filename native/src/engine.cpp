@@ -431,8 +431,10 @@ void engine::judge_predictions(int layer_index) {
     for (size_t rank = 0; rank < guess.experts.size(); ++rank) {
         const int  expert = guess.experts[rank];
         const bool right  = asked(expert);
-        stats_.predicted_nonresident += !guess.was_resident[rank];
-        guess.precision[rank] += precision_step * (float(right) - guess.precision[rank]);
+        if (!guess.was_resident[rank]) { // where a cache already holds what is likely, the rest is less so
+            stats_.predicted_nonresident += 1;
+            guess.precision[rank] += precision_step * (float(right) - guess.precision[rank]);
+        }
         const int slot = pool.table.find(layer.pool_layer, expert);
         if (!right && slot >= 0 && pool.table.at(slot).predicted && pool.table.at(slot).state == slot_state::loading) {
             drop_upload(layer_index, slot);
