@@ -144,7 +144,7 @@ def as_svg(trace: Trace, begin_us: float, end_us: float, width: int = 960) -> st
     for tick in range(5):
         x = left + (width - left - 10) * tick / 4
         parts.append(
-            f'<text x="{x:.0f}" y="{y + 16}" text-anchor="middle">'
+            f'<text x="{x:.0f}" y="{y + 16}" text-anchor="{"end" if tick == 4 else "middle"}">'
             f"{(end_us - begin_us) * tick / 4000:.2f} ms</text>"
         )
     return "\n".join([*parts, "</svg>", ""])
