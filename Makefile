@@ -63,7 +63,7 @@ $(STAMPS)/venv: pyproject.toml constraints.txt patches/PIN
 	@mkdir -p $(STAMPS) && rm -f $@
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "setup 1/4: Python packages"
-	@$(PIP) install -c constraints.txt pip cmake ninja 'scikit-build-core>=1.1'
+	@$(PIP) install -c constraints.txt 'pip>=25.1' cmake ninja 'scikit-build-core>=1.1'
 	@# The bindings alone: the libraries are ours. Built from the archive that the libraries come from.
 	@archive=$$($(PY) patches/source.py archive) && \
 	 CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PIP) install -c constraints.txt "$$archive"
