@@ -102,8 +102,8 @@ def archive() -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             print(f"fetching {name} (76 MB)", file=sys.stderr, flush=True)
             run(
-                sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation",
-                "--no-binary", ":all:", "-d", scratch, f"{pin['package']}=={pin['version']}",
+                sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:",
+                "-d", scratch, f"{pin['package']}=={pin['version']}",
             )  # fmt: skip
             os.replace(Path(scratch) / name, path)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
