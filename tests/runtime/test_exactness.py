@@ -15,7 +15,7 @@ from speculoe_local.runtime.llama import Shape
 from speculoe_local.runtime.modelmap import ModelMap
 from tests.models.fixtures import TinyModel
 from tests.models.tiny import MOE_FAMILIES, split
-from tests.runtime.reference import Logits, answer, opened, run
+from tests.runtime.reference import PROMPT, Logits, answer, opened, run
 
 QUANTS = ("F16", "Q8_0", "Q4_K", "MXFP4", "Q4_0")
 
@@ -176,12 +176,37 @@ def test_two_contexts_take_turns_on_one_set_of_slots(tiny_model: TinyModel) -> N
         with closing(Context(model, shape())) as second:
             slots.attach(second.handle)
             for context in (first, second):
-                from tests.runtime.reference import PROMPT
-
                 assert_equal(expected, answer(context, model.vocab.tokenize(PROMPT), 12))
                 context.clear()
                 answer(context, prompt, 3)
             slots.detach(second.handle)
+
+
+def test_a_context_that_is_watched_runs_upstreams_graph_on_mapped_experts(
+    tiny_model: TinyModel,
+) -> None:
+    """imatrix and calibration count experts by their ids: they must see the true ones."""
+    from contextlib import closing
+
+    from speculoe_local.runtime.llama import Context
+
+    path = tiny_model("qwen3moe")
+    seen: list[int] = []
+
+    def watch(tensor: int, ask: bool) -> bool:
+        seen.append(tensor)
+        return not ask
+
+    with opened(path, budgets(path)[1], shape()) as (_, slots, model):
+        assert slots is not None
+        with closing(Context(model, shape(), watch=watch)) as watched:
+            slots.attach(watched.handle)
+            got = answer(watched, model.vocab.tokenize(PROMPT), 12)
+            slots.detach(watched.handle)
+
+        assert_equal(resident(path, shape()), got)
+        assert len(seen) > 100
+        assert 0 == slots.stats().uploaded_bytes
 
 
 def test_a_prompt_leaves_the_decode_working_set_alone(tiny_model: TinyModel) -> None:
