@@ -147,6 +147,7 @@ def replay(
 ) -> Replay:
     """All policies at all residencies (0 to 1), with slots shared by all layers and per layer.
 
+    The clairvoyant bound takes the experts of a step one after the other, in the trace's order.
     The share `warm` of the tokens, 0 to below 1, warms the slots; the rest counts. Layouts that leave a
     layer without a slot have no row. Raises OptionError for an unknown policy, and for a residency
     outside (0, 1] or too small for one slot.

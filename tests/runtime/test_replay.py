@@ -107,7 +107,9 @@ def test_the_clairvoyant_does_what_the_best_of_all_choices_does(trace: Trace, sl
 
 
 @settings(max_examples=60, deadline=None)
-@given(trace=traces(40, 8), residency=st.floats(0.2, 1.0))
+# One expert a step: the bound takes a step's experts one by one, the engine all at once, and on traces
+# of a few tokens that difference can be a hit.
+@given(trace=traces(40, 8, most_used=1), residency=st.floats(0.2, 1.0))
 def test_no_policy_beats_the_bound_and_uploads_are_the_misses(
     trace: Trace, residency: float
 ) -> None:
