@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import speculoe_local.runtime.lib
 from tests.models.fixtures import tiny_model
 
 __all__ = ["repository", "tiny_model"]
+
+# Examples are drawn anew on a developer's machine; where a run decides about a change, they are not.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 assert speculoe_local.runtime.lib.library_folder()
 
