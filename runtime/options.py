@@ -51,7 +51,7 @@ class Link:
 class EngineOptions:
     """How a model is opened. Raises OptionError when a value is not usable, before any work.
 
-    `predict` None means the default, quasi-hidden. `buffers` two-layer keeps no expert from one layer
+    `predict` None means hybrid with a sidecar, quasi-hidden without. `buffers` two-layer keeps no expert from one layer
     to the next (a measurement: the setting of arXiv 2603.19289); the budget then does not count.
     """
 

@@ -83,7 +83,7 @@ typedef struct {
     int32_t              forget;       /* 1: keep no expert from one layer to the next but predicted ones (bench) */
     int32_t              repack;       /* 1: keep weights in the layout llama.cpp would choose for this CPU */
     double               link_rate;    /* modelled link, bytes per second; 0: none */
-    double               link_latency; /* modelled link, seconds per upload */
+    double               link_latency; /* modelled link, seconds per copy */
 } spo_params;
 
 typedef struct {
