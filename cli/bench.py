@@ -13,7 +13,7 @@ import typer
 from speculoe_local.cli import options as opt
 
 if TYPE_CHECKING:
-    from speculoe_local.runtime.bench import Report
+    from speculoe_local.runtime.bench import Report, RunReport
 
 __all__ = ["bench"]
 
@@ -26,7 +26,8 @@ def bench(
             metavar="A,B,...",
             help="upstream: the unpatched library's own loop; resident: ours, all experts in memory; "
             "ondemand: ours, no cache, no prediction; cache: ours, slots for --expert-budget; "
-            "prefetch: the same with predicted uploads.",
+            "prefetch: the same with predicted uploads; prefetch-native: by the library's own loop; "
+            "speculate, estimate, hybrid: the lossy modes.",
         ),
     ] = "upstream,resident,cache",
     tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Output tokens per round.")] = 64,
@@ -55,6 +56,8 @@ def bench(
             help="two-layer: keep no expert from one layer to the next, as ondemand does."
         ),
     ] = "slots",
+    weights: opt.Weights = "predicted",
+    unmeasured: opt.Unmeasured = False,
     predict: opt.Predict = None,
     sidecar: opt.Sidecar = None,
     json_: opt.Json = False,
@@ -73,6 +76,8 @@ def bench(
     options = opt.engine_options(
         expert_budget=expert_budget,
         mode="exact",
+        weights=weights,
+        unmeasured=unmeasured,
         predict=predict,
         device="auto",
         link=link,
@@ -103,6 +108,12 @@ def bench(
     print(json.dumps(report.to_json()) if json_ else _table(report))
 
 
+def _cost(run: RunReport) -> str:
+    if run.exactness == "exact":
+        return ""
+    return "  lossy, " + ("never measured" if run.kl is None else f"KL {run.kl:.3f}")
+
+
 def _table(report: Report) -> str:
     plan = report.plan
     budget = plan.options.expert_budget
@@ -116,7 +127,7 @@ def _table(report: Report) -> str:
     lines += [
         f"{run.name:10} {run.tpot_ms:9.2f} {run.tpot_ms_p90:9.2f} {run.decode_tps:9.1f} "
         f"{run.prefill_tps:10.1f} {run.hit_rate:6.0%} {run.stall_ms:9.2f} {run.copy_ms:8.2f} "
-        f"{run.recall:7.0%} {run.overlap_reached:8.0%}"
+        f"{run.recall:7.0%} {run.overlap_reached:8.0%}" + _cost(run)
         for run in report.runs
     ]
     lines += [
@@ -124,6 +135,8 @@ def _table(report: Report) -> str:
         for pair, ratio in report.ratios.items()
     ]
     lines.append(
-        "all runs gave the same tokens" if report.same_tokens else "RUNS DIFFER IN THEIR TOKENS"
+        "all exact runs gave the same tokens"
+        if report.same_tokens
+        else "EXACT RUNS DIFFER IN THEIR TOKENS"
     )
     return "\n".join(lines)

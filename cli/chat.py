@@ -66,6 +66,8 @@ def chat(
     max_tokens: opt.MaxTokens = None,
     expert_budget: opt.ExpertBudget = "auto",
     mode: opt.Mode = "exact",
+    weights: opt.Weights = "predicted",
+    unmeasured: opt.Unmeasured = False,
     predict: opt.Predict = None,
     sidecar: opt.Sidecar = None,
     link: opt.Link = None,
@@ -92,6 +94,8 @@ def chat(
     engine_options = opt.engine_options(
         expert_budget=expert_budget,
         mode=mode,
+        weights=weights,
+        unmeasured=unmeasured,
         predict=predict,
         device=device,
         link=link,

@@ -45,7 +45,7 @@ ModelName = Annotated[
     typer.Argument(
         metavar="MODEL",
         show_default=False,
-        help="A GGUF file. Left out: the embedded model.",
+        help="A GGUF file, or a pulled name (owner/repo:QUANT). Left out: the embedded model.",
     ),
 ]
 ExpertBudget = Annotated[
@@ -60,6 +60,14 @@ Mode = Annotated[
     typer.Option(
         help="exact: the true router. The others execute predicted experts.",
     ),
+]
+Weights = Annotated[
+    Literal["predicted", "true"],
+    typer.Option(help="What predicted experts are weighted by: the prediction or the true router."),
+]
+Unmeasured = Annotated[
+    bool,
+    typer.Option("--unmeasured", help="Run a lossy mode although `eval` never measured it."),
 ]
 Predict = Annotated[
     str | None,
@@ -169,6 +177,8 @@ def engine_options(
     *,
     expert_budget: str,
     mode: str,
+    weights: str = "predicted",
+    unmeasured: bool = False,
     predict: str | None,
     device: str,
     link: str | None,
@@ -186,6 +196,8 @@ def engine_options(
     return EngineOptions(
         expert_budget=expert_budget,
         mode=mode,
+        weights=weights,
+        unmeasured=unmeasured,
         predict=predict,
         device=device,
         link=link,
@@ -200,20 +212,20 @@ def engine_options(
 
 
 def resolve_model(model: str | None, progress: Callable[[float], None] | None = None) -> Path:
-    """The file of MODEL; without one the embedded model, made on first use.
+    """The file of MODEL, a path or a pulled name; without one the embedded model, made on first use.
 
-    Raises `ModelError` where there is no such file, or the embedded model cannot be made.
+    Raises `ModelError` where there is no such file, or the embedded model cannot be made; `HubError`
+    where a model of that name is not, or not completely, in the cache.
     """
     if model is None:
         from speculoe_local.convert.embedded import embedded_model
 
         return embedded_model(progress)
-    from speculoe_local.runtime.errors import ModelError
+    from speculoe_local.hub.inuse import hold
+    from speculoe_local.hub.resolve import resolve
 
-    path = Path(model).expanduser()
-    if not path.exists():
-        raise ModelError(
-            f"model {model!r} does not exist: give the path of a GGUF file, "
-            "or leave it out for the embedded model"
-        )
-    return path
+    found = resolve(model)
+    if isinstance(found, Path):
+        return found
+    hold(found)  # until we end: `rm` refuses it
+    return found.path

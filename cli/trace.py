@@ -28,6 +28,9 @@ def trace(
     ] = None,
     max_tokens: opt.MaxTokens = 16,
     expert_budget: opt.ExpertBudget = "25%",
+    mode: opt.Mode = "exact",
+    weights: opt.Weights = "predicted",
+    unmeasured: opt.Unmeasured = False,
     predict: opt.Predict = None,
     sidecar: opt.Sidecar = None,
     link: opt.Link = None,
@@ -44,7 +47,9 @@ def trace(
 
     options = opt.engine_options(
         expert_budget=expert_budget,
-        mode="exact",
+        mode=mode,
+        weights=weights,
+        unmeasured=unmeasured,
         predict=predict,
         device="auto",
         link=link,

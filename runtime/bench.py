@@ -6,9 +6,10 @@ compares two runs is the median over rounds of one round's ratio.
 
 from __future__ import annotations
 
+import importlib.resources
 import itertools
 import json
-import random
+import os
 import statistics
 import subprocess
 import sys
@@ -20,14 +21,27 @@ from types import TracebackType
 from typing import Any
 
 from speculoe_local.runtime import machine
-from speculoe_local.runtime.errors import BackendError, OptionError
+from speculoe_local.runtime.errors import BackendError, ModelError, OptionError
+from speculoe_local.runtime.lib import llama
+from speculoe_local.runtime.llama import Vocabulary
 from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.options import EngineOptions, parse_link
 
 __all__ = ["RUNS", "Plan", "Report", "RunReport", "bench", "options_of"]
 
-RUNS = ("upstream", "resident", "ondemand", "cache", "prefetch", "prefetch-native")
-_VOCABULARY = 1000  # prompts are made of the first ids, which every vocabulary has
+RUNS = (
+    "upstream",
+    "resident",
+    "ondemand",
+    "cache",
+    "prefetch",
+    "prefetch-native",
+    "speculate",
+    "estimate",
+    "hybrid",
+)
+LOSSY = ("speculate", "estimate", "hybrid")
+_STRIDE = 167  # tokens between the prompts of two rounds: no round continues what another has seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,7 @@ class RunReport:
     share of on-demand TPOT that perfect overlap could hide, sum over layers but the first of
     min(copy, window), over TPOT, where the window is the time from a layer having its experts to the
     next asking for its own; `overlap_reached`: what this run hid of it. Both 0 without an on-demand run.
+    `kl` is what the sidecar says a lossy run costs, None if that was never measured.
     """
 
     name: str
@@ -74,12 +89,13 @@ class RunReport:
     precision_nonresident: float
     prediction_us: float
     exactness: str = "exact"
-    kl: float = 0.0
+    kl: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`ratios`: TPOT of the first over the second. `prefill_ratios`: prompt time, likewise."""
+    """`ratios`: TPOT of the first over the second. `prefill_ratios`: prompt time, likewise. `same_tokens`:
+    whether all exact runs gave the same answers."""
 
     plan: Plan
     runs: tuple[RunReport, ...]
@@ -121,7 +137,8 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
         )
     host = machine.look()
     options = replace(plan.options, threads=plan.options.threads or host.cores)
-    prompt = _prompt(0, plan.prompt_tokens)
+    text = _text(plan.path)
+    prompt = _prompt(text, 0, plan.prompt_tokens)
     plan = replace(plan, options=options)
     if plan.copy_share is not None:
         progress("measuring compute time, to set the link")
@@ -139,7 +156,7 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
             progress(f"round {number + 1} of {plan.rounds}")
             order = plan.runs if number % 2 == 0 else plan.runs[::-1]
             # Another prompt each round: a cache must not profit from having seen the answer before.
-            prompt = _prompt(number + 1, plan.prompt_tokens)
+            prompt = _prompt(text, number + 1, plan.prompt_tokens)
             rounds.append({name: workers[name].run(prompt, plan.tokens) for name in order})
     ondemand = [r["ondemand"] for r in rounds] if "ondemand" in plan.runs else None
     return Report(
@@ -150,7 +167,8 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
         ratios=_ratios(plan.runs, rounds, _tpot),
         prefill_ratios=_ratios(plan.runs, rounds, _prefill),
         same_tokens=all(
-            t["tokens"] == r[plan.runs[0]]["tokens"] for r in rounds for t in r.values()
+            len({tuple(t["tokens"]) for name, t in r.items() if name not in LOSSY}) <= 1
+            for r in rounds
         ),
         machine={
             "cores": host.cores,
@@ -160,10 +178,23 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
     )
 
 
-def _prompt(number: int, n_tokens: int) -> list[int]:
-    """Token ids that look random and differ from round to round."""
-    draw = random.Random(number)
-    return [draw.randrange(7, _VOCABULARY) for _ in range(n_tokens)]
+def _text(path: Path) -> list[int]:
+    """Token ids of a text that calibration does not read; no weights are loaded for it."""
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    model = llama.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        raise ModelError(f"{path} has no vocabulary that llama.cpp can read; name a chat model")
+    held_out = importlib.resources.files("speculoe_local.runtime") / "data" / "heldout.txt"
+    try:
+        return Vocabulary(model).tokenize(held_out.read_text(encoding="utf-8"), add_bos=False)
+    finally:
+        llama.llama_model_free(model)
+
+
+def _prompt(text: list[int], number: int, n_tokens: int) -> list[int]:
+    """Another part of the text each round, which begins anew where it ends."""
+    return [text[(number * _STRIDE + i) % len(text)] for i in range(n_tokens)]
 
 
 def options_of(name: str, options: EngineOptions) -> EngineOptions:
@@ -174,6 +205,8 @@ def options_of(name: str, options: EngineOptions) -> EngineOptions:
         return replace(options, buffers="two-layer", predict="none")
     if name == "cache":
         return replace(options, predict="none")
+    if name in LOSSY:
+        return replace(options, mode=name, predict=None)
     return replace(options, loop="native") if name == "prefetch-native" else options
 
 
@@ -256,6 +289,8 @@ def _summarize(
         recall_nonresident=share("true_nonresident_predicted", "true_nonresident"),
         precision_nonresident=share("true_nonresident_predicted", "predicted_nonresident"),
         prediction_us=1e6 * statistics.median(t.get("prediction_s", 0.0) for t in timings),
+        exactness="lossy" if name in LOSSY else "exact",
+        kl=timings[0].get("kl") if name in LOSSY else 0.0,
     )
 
 

@@ -90,6 +90,7 @@ def our_engine(path: str, options: dict[str, Any]) -> Callable[[Sequence[int], i
             "tokens": tokens,
             "slots": asdict(spent),
             "prediction_s": engine.prediction_seconds,
+            "kl": engine.info.quality.kl if engine.info.quality else None,
         }
 
     return run

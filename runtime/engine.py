@@ -12,27 +12,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from speculoe_local.runtime import machine, placement
-from speculoe_local.runtime.errors import (
-    BackendError,
-    ContextError,
-    OptionError,
-    SourceError,
-)
-from speculoe_local.runtime.llama import Context, Model, Shape
-from speculoe_local.runtime.modelmap import ModelMap
-from speculoe_local.runtime.options import EngineOptions, Message, Sampling, parse_link
-from speculoe_local.runtime.orchestrator import NativeLoop, Orchestrator
+import numpy as np
+import numpy.typing as npt
+
+from speculoe_local.runtime.errors import BackendError, ContextError, SourceError
+from speculoe_local.runtime.llama import Vocabulary
+from speculoe_local.runtime.opened import Opened, open_model
+from speculoe_local.runtime.options import EngineOptions, Message, Sampling
 from speculoe_local.runtime.placement import Placement
-from speculoe_local.runtime.predict import Predictor, QuasiHidden, default_name, make_predictor
 from speculoe_local.runtime.sampler import Sampler
-from speculoe_local.runtime.sidecar import Sidecar, sidecar_path
+from speculoe_local.runtime.sidecar import Quality
 from speculoe_local.runtime.slots import ExpertSlots, SlotStats
 from speculoe_local.runtime.stats import Stats, Tier
 from speculoe_local.runtime.template import choose, prewarm, render
@@ -46,7 +41,8 @@ _ABORTED = 2  # llama_decode's status when the abort callback ended a graph
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was opened."""
+    """What was opened. `mode` is exact where all experts are resident, whatever was asked for; `quality`
+    is what a lossy one was measured to cost."""
 
     name: str
     architecture: str
@@ -58,6 +54,8 @@ class ModelInfo:
     template: str | None
     n_ctx: int
     tier: Tier
+    mode: str
+    quality: Quality | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,40 +75,32 @@ class Step:
 class Engine:
     """A model that answers. Use as a context manager, or close it."""
 
-    def __init__(
-        self,
-        model_map: ModelMap,
-        placed: Placement,
-        model: Model,
-        context: Context,
-        slots: ExpertSlots | None,
-        orchestrator: Orchestrator | NativeLoop | None,
-        predictor: str,
-        tier: Tier,
-        load_s: float,
-    ) -> None:
-        self._map = model_map
-        self._model = model
-        self._context = context
-        self._slots = slots
-        self._orchestrator = orchestrator
-        self.predictor = predictor
-        self._load_s = load_s
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._map = opened.model_map
+        self._model = opened.model
+        self._context = opened.context
+        self._slots = opened.slots
+        self._orchestrator = opened.orchestrator
+        self.predictor = opened.predictor
+        self._load_s = opened.load_s
         self._lock = threading.RLock()
         self._interrupted = threading.Event()
         self._past: list[int] = []  # tokens whose KV the context holds
         self._closed = False
         self.info = ModelInfo(
-            name=model_map.name,
-            architecture=model_map.architecture,
-            path=model_map.files[0],
-            n_layer=model_map.n_layer,
-            n_expert=model_map.n_expert,
-            n_expert_used=model_map.n_expert_used,
-            placement=placed,
-            template=model.chat_template(),
-            n_ctx=context.n_ctx,
-            tier=tier,
+            name=opened.model_map.name,
+            architecture=opened.model_map.architecture,
+            path=opened.model_map.files[0],
+            n_layer=opened.model_map.n_layer,
+            n_expert=opened.model_map.n_expert,
+            n_expert_used=opened.model_map.n_expert_used,
+            placement=opened.placed,
+            template=opened.model.chat_template(),
+            n_ctx=opened.context.n_ctx,
+            tier=opened.tier,
+            mode=opened.mode,
+            quality=opened.quality,
         )
 
     @classmethod
@@ -125,65 +115,8 @@ class Engine:
 
         Raises ModelError, BudgetError, OptionError, SourceError or BackendError.
         """
-        begin = time.perf_counter()
         prewarm()  # the template process starts while weights are read
-        found = ModelMap.read(path)
-        host = machine.look()
-        budget = placement.parse_budget(options.expert_budget)
-        if options.buffers == "two-layer":
-            placed = placement.two_layers(found)
-        else:
-            placed = placement.plan(found, budget, available_bytes=host.available_bytes)
-        slotted = placed.kind == "slotted"
-        sidecar = _sidecar(options, found)
-        if options.link and not slotted:
-            raise OptionError(
-                f"--link {options.link} models uploads, but all experts are resident; lower --expert-budget"
-            )
-        with ExitStack() as undo:
-            model = undo.enter_context(
-                closing(
-                    Model(
-                        found.files[0],
-                        lazy_experts=slotted,
-                        repack=options.repack,
-                        progress=progress,
-                    )
-                )
-            )
-            slots = None
-            if slotted:
-                slots = ExpertSlots(
-                    found,
-                    placed,
-                    source=_source(options, found, host),
-                    policy=options.policy,
-                    upload_threads=options.upload_threads,
-                    forget=options.buffers == "two-layer",
-                    repack=options.repack,
-                    link=parse_link(options.link) if options.link else None,
-                )
-                undo.callback(slots.close)
-            context = Context(
-                model,
-                Shape(
-                    n_ctx=options.ctx,
-                    n_batch=options.batch,
-                    n_ubatch=options.ubatch,
-                    n_threads=options.threads or host.cores,
-                ),
-            )
-            orchestrator: Orchestrator | NativeLoop | None = None
-            if slots is not None:
-                slots.attach(context.handle)
-                predictor = make_predictor(options.predict, found, sidecar)
-                if predictor is not None:
-                    orchestrator = _loop(options, slots, predictor, found)
-            undo.pop_all()
-        tier: Tier = "resident" if not slotted else "link" if options.link else "disk-ram"
-        load_s = time.perf_counter() - begin
-        predictor_name = options.predict or default_name(sidecar) if orchestrator else "none"
-        return cls(found, placed, model, context, slots, orchestrator, predictor_name, tier, load_s)
+        return cls(open_model(path, options=options, progress=progress))
 
     def chat(
         self,
@@ -261,7 +194,7 @@ class Engine:
         logits_hash: bool,
         ignore_end: bool,
     ) -> Iterator[Step]:
-        with self._lock, closing(Sampler(sampling)) as sampler:
+        with self._lock, closing(Sampler(sampling, self._model.vocab)) as sampler:
             self._interrupted.clear()
             if self._slots is not None:
                 self._slots.reset()
@@ -292,13 +225,52 @@ class Engine:
                 if finish is not None:
                     break
                 yield Step(token, text, None, meter.stats())
-                if _is_set(cancel) or not self._run([token]):
+                if _is_set(cancel) or not self._step(token):
                     finish, text = "cancel", ""
             else:
                 text = ""
             if stops.hit is None:
                 text += stops.feed(characters.flush()) + stops.flush()
             yield Step(token, text, finish, meter.stats())
+
+    def score(
+        self, tokens: Sequence[int], *, prompt: int = 1, cancel: threading.Event | None = None
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """Run given tokens as an answer would: `tokens[:prompt]` as a prompt, the others one by one.
+
+        Yields the logits [n_vocab] float32 behind each token from the prompt's last one on,
+        `len(tokens) - prompt + 1` rows, fewer once `cancel` is set or `interrupt()` called. A row is a
+        view that the next step overwrites. Nothing that the context held before is reused.
+
+        Raises ContextError when the tokens do not fit, and what `generate` raises while running.
+        """
+        if not 1 <= prompt <= len(tokens):
+            raise ContextError(
+                f"a prompt of {prompt} of {len(tokens)} tokens; give 1 to all of them"
+            )
+        if len(tokens) > self._context.n_ctx:
+            raise ContextError(
+                f"{len(tokens)} tokens to score, the context holds {self._context.n_ctx}; "
+                "score fewer or raise --ctx"
+            )
+        return self._score(list(tokens), prompt, cancel)
+
+    def _score(
+        self, tokens: list[int], prompt: int, cancel: threading.Event | None
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        with self._lock:
+            self._interrupted.clear()
+            if self._slots is not None:
+                self._slots.reset()
+            self.forget()
+            going = self._prefill(tokens[:prompt], _Meter(self, prompt), cancel)
+            for token in tokens[prompt:]:
+                if not going:
+                    return
+                yield self._context.logits()
+                going = not _is_set(cancel) and self._step(token)
+            if going:
+                yield self._context.logits()
 
     def _prefill(self, tokens: list[int], meter: _Meter, cancel: threading.Event | None) -> bool:
         """Run the prompt from where it departs from what the context holds. False: cancelled."""
@@ -311,6 +283,7 @@ class Engine:
                 self._past.clear()
         start = len(self._past)
         meter.cached_tokens = start
+        self._opened.speculate(False)
         size = self._context.n_batch
         for at in range(start, len(tokens), size):
             if _is_set(cancel):
@@ -318,6 +291,11 @@ class Engine:
             if not self._run(tokens[at : at + size], logits=at + size >= len(tokens)):
                 return False
         return True
+
+    def _step(self, token: int) -> bool:
+        """One token of an answer. False: interrupted."""
+        self._opened.speculate(True)
+        return self._run([token])
 
     def _run(self, tokens: list[int], *, logits: bool = True) -> bool:
         """One llama_decode at the end of the timeline. False: interrupted."""
@@ -355,6 +333,11 @@ class Engine:
         return self._slots.stats() if self._slots is not None else SlotStats()
 
     @property
+    def vocab(self) -> Vocabulary:
+        """The model's own tokenizer; not usable after `close`."""
+        return self._model.vocab
+
+    @property
     def slots(self) -> ExpertSlots | None:
         """The expert slots, for tools that look inside; None where all experts are resident."""
         return self._slots
@@ -377,14 +360,7 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            if self._orchestrator is not None:
-                self._orchestrator.close()
-            if self._slots is not None:
-                self._slots.detach(self._context.handle)
-            self._context.close()
-            if self._slots is not None:
-                self._slots.close()
-            self._model.close()
+            self._opened.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -417,6 +393,9 @@ class _Meter:
             n_slots=engine.info.placement.slots,
             residency=engine.info.placement.residency,
             predictor=engine.predictor,
+            mode=engine.info.mode,
+            kl=engine.info.quality.kl if engine.info.quality else None,
+            top1=engine.info.quality.top1 if engine.info.quality else None,
             experts_per_token=sum(layer.n_expert_used for layer in engine._map.layers),
         )
         self.cached_tokens = 0
@@ -454,28 +433,3 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
             break
         n += 1
     return n
-
-
-def _loop(
-    options: EngineOptions, slots: ExpertSlots, predictor: Predictor, model: ModelMap
-) -> Orchestrator | NativeLoop:
-    if options.loop == "python":
-        most_used = max(layer.n_expert_used for layer in model.layers)
-        return Orchestrator(slots, predictor, model.n_embd, most_used)
-    if not isinstance(predictor, QuasiHidden):
-        raise OptionError(f"--predict {options.predict} has no native loop; use the Python loop")
-    return NativeLoop(slots, predictor, model.n_embd)
-
-
-def _sidecar(options: EngineOptions, model: ModelMap) -> Sidecar | None:
-    """The one that was named, or the one that lies beside the model. A damaged or foreign one is
-    refused either way: to ignore it silently would be to answer with other figures than asked for."""
-    path = options.sidecar or sidecar_path(model.files[0])
-    return Sidecar.read(path, model) if options.sidecar or path.exists() else None
-
-
-def _source(options: EngineOptions, model: ModelMap, host: machine.Machine) -> str:
-    """How to read experts: through the page cache while it can hold them, around it otherwise."""
-    if options.source != "auto":
-        return options.source
-    return "buffered" if model.total_bytes <= host.available_bytes else "direct"

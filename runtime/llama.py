@@ -19,7 +19,7 @@ import numpy.typing as npt
 from speculoe_local.runtime.errors import BackendError, ModelError
 from speculoe_local.runtime.lib import llama, log
 
-__all__ = ["Context", "Model", "Vocabulary"]
+__all__ = ["Context", "Fim", "Model", "Vocabulary"]
 
 # Expert weights that slots serve: mapped but never touched (patches/llama-lazy-override.patch).
 _EXPERT_TENSORS = rb"blk\.[0-9]+\.ffn_(up|gate|down|gate_up)_exps\.weight"
@@ -32,14 +32,41 @@ class _BuftOverride(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
 
 
+_FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
+
+
+@dataclass(frozen=True, slots=True)
+class Fim:
+    """Tokens of fill-in-the-middle; -1 where the vocabulary has none."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    pad: int
+    repository: int
+    separator: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether a middle can be asked for at all."""
+        return min(self.prefix, self.suffix, self.middle) >= 0
+
+
 class Vocabulary:
-    """Text to tokens and back."""
+    """Text to tokens and back. Any thread may use it while the model lives."""
 
     def __init__(self, model: Any) -> None:
         self._vocab = llama.llama_model_get_vocab(model)
         self.size: int = llama.llama_vocab_n_tokens(self._vocab)
         self.bos: int = llama.llama_vocab_bos(self._vocab)
         self.eos: int = llama.llama_vocab_eos(self._vocab)
+        self.adds_bos: bool = llama.llama_vocab_get_add_bos(self._vocab)
+        self.fim = Fim(*(getattr(llama, f"llama_vocab_fim_{n}")(self._vocab) for n in _FIM))
+
+    @property
+    def handle(self) -> Any:
+        """The llama_vocab, for samplers; alive as long as the model."""
+        return self._vocab
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = True) -> list[int]:
         """Tokens of `text`; with `special`, control tokens written in it count as such."""
@@ -52,13 +79,13 @@ class Vocabulary:
                 return list(tokens[:n])
             room = -n
 
-    def piece(self, token: int) -> bytes:
-        """The bytes a token stands for in an answer; nothing for control tokens."""
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes a token stands for in an answer; nothing for control tokens, unless `special`."""
         buffer = ctypes.create_string_buffer(64)
-        n = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+        n = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         if n < 0:
             buffer = ctypes.create_string_buffer(-n)
-            n = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+            n = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         return buffer.raw[:n]
 
     def text_of(self, token: int) -> str:
@@ -67,6 +94,12 @@ class Vocabulary:
             return ""
         raw: bytes | None = llama.llama_vocab_get_text(self._vocab, token)
         return (raw or b"").decode("utf-8", "replace")
+
+    def controls(self) -> tuple[str, ...]:
+        """How all control tokens are written; asks llama.cpp once per token, so keep what it returns."""
+        handle = self._vocab
+        found = (t for t in range(self.size) if llama.llama_vocab_is_control(handle, t))
+        return tuple(self.text_of(token) for token in found)
 
     def ends(self, token: int) -> bool:
         """Whether the token ends a generation."""
@@ -134,13 +167,17 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Batch shape; equal shapes are what makes two runs comparable bit for bit."""
+    """Batch shape; equal shapes are what makes two runs comparable bit for bit.
+
+    `unified`: all sequences share the `n_ctx` tokens; else each has an equal part of them.
+    """
 
     n_ctx: int
     n_batch: int
     n_ubatch: int
     n_threads: int
     n_seq: int = 1
+    unified: bool = False
 
 
 class Context:
@@ -164,6 +201,7 @@ class Context:
         params.n_batch = shape.n_batch
         params.n_ubatch = min(shape.n_ubatch, shape.n_batch)
         params.n_seq_max = shape.n_seq
+        params.kv_unified = shape.unified
         params.n_threads = shape.n_threads
         params.n_threads_batch = shape.n_threads
         params.no_perf = True
@@ -177,6 +215,7 @@ class Context:
         self.n_batch: int = llama.llama_n_batch(self._handle)
         self.n_ubatch: int = llama.llama_n_ubatch(self._handle)
         self.n_vocab = model.vocab.size
+        self.n_embd: int = llama.llama_model_n_embd_out(model.handle)
         self._memory = llama.llama_get_memory(self._handle)
         self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
 
@@ -214,14 +253,55 @@ class Context:
         status: int = llama.llama_decode(self._handle, batch)
         return status
 
+    def decode_rows(self, rows: Sequence[tuple[int, int, int, bool]]) -> int:
+        """Run tokens of several sequences: (token, position, sequence, whether it gets logits) each.
+
+        llama_decode's status: 1 means that no room is left, and nothing has changed.
+        """
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, output) in enumerate(rows):
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = int(output)
+        status: int = llama.llama_decode(self._handle, batch)
+        return status
+
     def logits(self, row: int = -1) -> npt.NDArray[np.float32]:
-        """Logits [n_vocab] float32 of an output row; a view that the next decode overwrites."""
+        """Logits [n_vocab] float32 of a row of the last batch; a view that the next decode overwrites."""
         pointer = llama.llama_get_logits_ith(self._handle, row)
         return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
+
+    def set_embeddings(self, on: bool) -> None:
+        """Whether the next batches give hidden states, of all their rows, beside logits."""
+        llama.llama_set_embeddings(self._handle, on)
+
+    def embedding(self, row: int) -> npt.NDArray[np.float32]:
+        """Hidden state [n_embd] float32 of a row, after the last norm; a view as for `logits`."""
+        pointer = llama.llama_get_embeddings_ith(self._handle, row)
+        return np.ctypeslib.as_array(pointer, shape=(self.n_embd,))
 
     def forget(self, position: int, sequence: int = 0) -> bool:
         """Drop a sequence from `position` on. False: not possible (recurrent state), nothing done."""
         return bool(llama.llama_memory_seq_rm(self._memory, sequence, position, -1))
+
+    def copy(self, source: int, target: int) -> None:
+        """Let the empty sequence `target` hold what `source` holds; unified, they share the room."""
+        llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def state(self, sequence: int) -> npt.NDArray[np.uint8]:
+        """What a sequence holds, for `restore` into a context of the same model and build."""
+        size = llama.llama_state_seq_get_size(self._handle, sequence)
+        room = np.empty(size, np.uint8)
+        pointer = room.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return room[: llama.llama_state_seq_get_data(self._handle, pointer, size, sequence)]
+
+    def restore(self, sequence: int, data: npt.NDArray[np.uint8]) -> bool:
+        """Fill an empty sequence with a `state`. False: no room, or not from such a context."""
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return bool(llama.llama_state_seq_set_data(self._handle, pointer, data.nbytes, sequence))
 
     def clear(self) -> None:
         llama.llama_memory_clear(self._memory, False)

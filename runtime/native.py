@@ -13,6 +13,7 @@ __all__ = [
     "CLAIRVOYANT",
     "POLICY",
     "SOURCE",
+    "GateMlp",
     "GateParams",
     "LoopLayer",
     "Matrix",
@@ -25,7 +26,7 @@ __all__ = [
     "functions",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 SOURCE = {"buffered": 0, "direct": 1, "mapped": 2}
 POLICY = {"decayed": 0, "lru": 1, "learned": 2}
 CLAIRVOYANT = -1  # SPO_REPLAY_CLAIRVOYANT
@@ -105,6 +106,26 @@ class Stats(ctypes.Structure):
     ]
 
 
+class GateMlp(ctypes.Structure):
+    """spo_gate_mlp"""
+
+    _fields_ = [
+        ("narrow", c_void_p),
+        ("embedding", c_void_p),
+        ("expand", c_void_p),
+        ("expand_bias", c_void_p),
+        ("contract", c_void_p),
+        ("contract_bias", c_void_p),
+        ("norm", c_void_p),
+        ("norm_bias", c_void_p),
+        ("head", c_void_p),
+        ("head_bias", c_void_p),
+        ("width", c_int32),
+        ("hidden", c_int32),
+        ("scale", c_float),
+    ]
+
+
 class GateParams(ctypes.Structure):
     """spo_gate_params"""
 
@@ -125,6 +146,7 @@ class GateParams(ctypes.Structure):
         ("n_groups", c_int32),
         ("n_groups_used", c_int32),
         ("norm_weights", c_int32),
+        ("mlp", ctypes.POINTER(GateMlp)),
     ]
 
 
@@ -195,6 +217,11 @@ _PROTOTYPES = {
         [c_void_p, ctypes.POINTER(LoopLayer), c_int32, c_int32, ctypes.c_char_p, c_size_t],
     ),
     "spo_loop_stop": (None, [c_void_p]),
+    "spo_speculation_set": (
+        c_int32,
+        [c_void_p, ctypes.POINTER(LoopLayer), c_int32, c_int32, c_int32, ctypes.c_char_p, c_size_t],
+    ),
+    "spo_speculation_switch": (None, [c_void_p, c_void_p, c_int32]),
     "spo_tap_open": (None, [c_void_p, c_int32]),
     "spo_tap_close": (None, [c_void_p]),
     "spo_tap_next": (

@@ -29,7 +29,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """llama.cpp's sampler chain; `temp` 0 is greedy, `seed` None draws one from the system."""
+    """llama.cpp's sampler chain and its neutral values; `temp` 0 is greedy, `seed` None draws one.
+
+    Penalties look at `repeat_last_n` tokens (-1: the context), DRY at `dry_last_n`. `mirostat` 1 or 2
+    replaces the truncating samplers. `samplers` names those to use, in order (None: llama.cpp's order):
+    penalties, dry, top_n_sigma, top_k, typ_p, top_p, min_p, xtc, temperature, infill.
+    """
 
     temp: float = 0.8
     top_k: int = 40
@@ -37,6 +42,25 @@ class Sampling:
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repeat_last_n: int = 64
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_last_n: int = -1
+    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    min_keep: int = 0
+    samplers: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +76,15 @@ class EngineOptions:
     """How a model is opened. Raises OptionError when a value is not usable, before any work.
 
     `predict` None means hybrid with a sidecar, quasi-hidden without. `buffers` two-layer keeps no expert from one layer
-    to the next (a measurement: the setting of arXiv 2603.19289); the budget then does not count.
+    to the next (a measurement: the setting of arXiv 2603.19289); the budget then does not count. `weights`:
+    what predicted experts are weighted by in a lossy mode, the prediction or the true router. `unmeasured`
+    runs such a mode although the sidecar does not say what it costs.
     """
 
     expert_budget: str = "auto"
     mode: str = "exact"
+    weights: str = "predicted"
+    unmeasured: bool = False
     predict: str | None = None
     device: str = "auto"
     link: str | None = None
@@ -75,10 +103,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         _one_of("--mode", self.mode, _MODES)
         _one_of("--source", self.source, _SOURCES)
-        if self.mode != "exact":
-            raise OptionError(
-                f"--mode {self.mode} needs a calibrated predictor, which this version lacks; use exact"
-            )
+        _one_of("--weights", self.weights, ("predicted", "true"))
         _one_of("--buffers", self.buffers, _BUFFERS)
         _one_of("loop", self.loop, ("python", "native"))
         if self.device not in ("auto", "cpu"):

@@ -70,15 +70,7 @@ class NativeLoop:
     def __init__(self, slots: ExpertSlots, predictor: QuasiHidden, n_embd: int) -> None:
         self._slots = slots
         self._predictor = predictor  # owns what the library borrows
-        layers = {
-            block: (
-                predictor.source[block],
-                gate.params,
-                predictor.default_vectors.get(predictor.source[block]),
-            )
-            for block, gate in predictor.gates.items()
-        }
-        slots.start_loop(layers, n_embd)
+        slots.start_loop(predictor.loop_gates(), n_embd)
 
     def close(self) -> None:
         self._slots.stop_loop()

@@ -20,6 +20,7 @@ from speculoe_local.runtime.errors import OptionError
 from speculoe_local.runtime.gating import Gate, NativeGate, load_gates
 from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.sidecar import Sidecar
+from speculoe_local.runtime.slots import LoopGate
 
 __all__ = [
     "Floats",
@@ -108,6 +109,17 @@ class QuasiHidden:
             for layer in sidecar.layers
         }
         return cls(gates, source, default)
+
+    def loop_gates(self) -> dict[int, LoopGate]:
+        """By the block predicted, what the library needs to predict by itself; borrowed from here."""
+        return {
+            block: (
+                self.source[block],
+                gate.params,
+                self.default_vectors.get(self.source[block]),
+            )
+            for block, gate in self.gates.items()
+        }
 
     def predict(self, tap: Tap) -> Guess | None:
         target = self._target.get(tap.block)

@@ -9,7 +9,13 @@
 5. Tensors of each MoE layer N, in numpy's order of dimensions: `blk.N.default` f16 [n_expert, n_embd],
    `blk.N.counts` i64 [n_expert]; where there is one, `blk.N.shared_mean` f32 [n_embd]; where an
    estimator was fitted, `blk.N.delta_w` f16 [n_expert, n_embd] and `blk.N.delta_b` f32 [n_expert].
-6. `speculoe.sha256` is over all other metadata and all tensors, see `_digest`.
+   Where estimators were trained: `blk.N.adapter_up` f16 [n_expert, rank], `blk.N.adapter_down` f16
+   [rank, n_embd], `blk.N.adapter_bias` f32 [n_expert] and `speculoe.block.N.adapter.base`, `.rank`;
+   for a network `speculoe.mlp.width`, `.hidden`, its tensors `mlp.*` (`runtime.mlp`, matrices f16,
+   vectors f32) and `blk.N.mlp_embedding` f32 [width] and `speculoe.block.N.mlp_scale` of each layer
+   it estimates. `speculoe.training.*` says from what.
+6. Where `eval` measured a lossy way of running: `speculoe.quality.MODE.WEIGHTS.kl`, `.top1`, `.tokens`.
+7. `speculoe.sha256` is over all other metadata and all tensors, see `_digest`.
 
 Knows the file and its arrays. How they are found is `convert.calibrate`'s.
 """
@@ -21,7 +27,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -30,21 +36,43 @@ import numpy as np
 import numpy.typing as npt
 
 from speculoe_local.runtime.errors import ModelError, SidecarError
+from speculoe_local.runtime.estimators import (
+    BASES,
+    TRAINED,
+    Adapter,
+    Training,
+    mlp_from,
+    mlp_tensors,
+)
 from speculoe_local.runtime.gate import Gate
 from speculoe_local.runtime.header import Header, TensorInfo, read_header, shown
+from speculoe_local.runtime.mlp import Mlp, SharedMlp, shapes
 from speculoe_local.runtime.modelmap import ModelMap
 
-__all__ = ["PREDICTORS", "LayerCalibration", "Sidecar", "router_digest", "sidecar_path"]
+__all__ = [
+    "PREDICTORS",
+    "LayerCalibration",
+    "Quality",
+    "Sidecar",
+    "router_digest",
+    "sidecar_path",
+]
 
 VERSION: Final = 1
 PREDICTORS: Final = ("residual", "quasi-hidden", "ridge", "previous-token", "chance")
-STRATEGIES: Final = ("quasi-hidden", "ridge", "none")
+STRATEGIES: Final = ("quasi-hidden", "ridge", *TRAINED, "none")
 
 _ARCHITECTURE: Final = "speculoe"
 _ROUTER_BYTES: Final = 64 << 10
 _SHARD: Final = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _AGAIN: Final = "run `speculoe-local calibrate` again"
 _TYPES: Final[dict[int, type[Any]]] = {0: np.float32, 1: np.float16, 27: np.int64}  # ggml_type
+
+_LOSSY: Final = tuple(
+    f"{mode}/{weights}"
+    for mode in ("speculate", "estimate", "hybrid")
+    for weights in ("predicted", "true")
+)
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
@@ -65,6 +93,9 @@ class LayerCalibration:
     estimator; `recall` is the share of the true experts that each of PREDICTORS names, on held-out
     text, `precision_top1` how often its most certain one is among them. Unless `predictable`, `reason`
     says why.
+
+    Of `convert.train`: an `adapter`, and for the sidecar's network the layer's `embedding` f32 [width] and
+    `mlp_scale`.
     """
 
     block: int
@@ -79,6 +110,9 @@ class LayerCalibration:
     strategy: str = "none"
     predictable: bool = False
     reason: str = ""
+    adapter: Adapter | None = None
+    embedding: Floats | None = None
+    mlp_scale: float = 1.0
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
@@ -94,10 +128,22 @@ class LayerCalibration:
         return with_delta(gate, self.delta_w, self.delta_b)
 
 
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What executing predicted experts costs, against the true router on the same text: `kl` is the mean
+    KL(exact || lossy) in nats, `top1` the share of positions with the same most likely token, both over
+    `tokens` positions."""
+
+    kl: float
+    top1: float
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sidecar:
     """A calibrated model. `text_bytes` is the UTF-8 length of the text, `tokens` and `held_out` what
-    was used of it; `layers` has all MoE layers in order."""
+    was used of it; `layers` has all MoE layers in order; `quality` what `eval` measured of these very
+    layers, by "MODE/WEIGHTS" ("speculate/true"): who changes a layer leaves it out."""
 
     fingerprint: str
     routers: str
@@ -106,6 +152,30 @@ class Sidecar:
     tokens: int
     held_out: int
     layers: tuple[LayerCalibration, ...]
+    quality: Mapping[str, Quality] = field(default_factory=dict)
+    mlp: SharedMlp | None = None
+    training: Training | None = None
+
+    def gate(self, block: int, gate: Gate, who: str) -> Gate | None:
+        """`gate`, the router of MoE layer `block`, made the predictor `who`: one of STRATEGIES, or
+        `estimator` for the best one there is. None where the layer has no such one.
+        """
+        layer = self.layer(block)
+        if who == "quasi-hidden":
+            return gate
+        if who == "estimator":
+            made = {name: self.gate(block, gate, name) for name in ("ridge", *TRAINED)}
+            known = [name for name, estimator in made.items() if estimator is not None]
+            # Of equals the first, which costs least.
+            return made[max(known, key=lambda name: layer.recall.get(name, 0.0))] if known else None
+        if who == "ridge":
+            return layer.estimator(gate)
+        if who == "adapter" and layer.adapter is not None:
+            base = self.gate(block, gate, layer.adapter.base)
+            return None if base is None else layer.adapter.added_to(base)
+        if who == "mlp" and self.mlp is not None and layer.embedding is not None:
+            return replace(gate, mlp=Mlp(self.mlp, layer.embedding, layer.mlp_scale))
+        return None
 
     def layer(self, block: int) -> LayerCalibration:
         """The MoE layer at `block` of the model; KeyError if that layer is dense."""
@@ -151,6 +221,8 @@ class Sidecar:
         header = _header(path)
         if header.metadata.get("general.architecture") != _ARCHITECTURE:
             raise SidecarError(f"{shown(path)} is a GGUF but no sidecar; {_AGAIN}")
+        if header.version != gguf.GGUF_VERSION:  # read alike, and not covered by the hash
+            raise _damaged(path, f"it says it is a GGUF of version {header.version}")
         version = header.metadata.get("speculoe.version")
         if version != VERSION:
             raise SidecarError(
@@ -172,6 +244,9 @@ class Sidecar:
             layers=tuple(
                 _layer(named, layer.index, layer.n_expert, model.n_embd) for layer in model.layers
             ),
+            quality=_quality(named),
+            mlp=_mlp(named, model),
+            training=_training(named),
         )
 
 
@@ -224,6 +299,11 @@ def _contents(sidecar: Sidecar) -> tuple[dict[str, Scalar], dict[str, npt.NDArra
         "speculoe.text.tokens": sidecar.tokens,
         "speculoe.text.held_out": sidecar.held_out,
     }
+    for run, quality in sidecar.quality.items():
+        key = f"speculoe.quality.{run.replace('/', '.')}"
+        metadata[f"{key}.kl"] = float(np.float32(quality.kl))
+        metadata[f"{key}.top1"] = float(np.float32(quality.top1))
+        metadata[f"{key}.tokens"] = quality.tokens
     tensors: dict[str, npt.NDArray[Any]] = {}
     for layer in sidecar.layers:
         key, name = f"speculoe.block.{layer.block}", f"blk.{layer.block}"
@@ -239,6 +319,19 @@ def _contents(sidecar: Sidecar) -> tuple[dict[str, Scalar], dict[str, npt.NDArra
         for part in ("shared_mean", "delta_w", "delta_b"):
             if (array := getattr(layer, part)) is not None:
                 tensors[f"{name}.{part}"] = array
+        if (adapter := layer.adapter) is not None:
+            metadata[f"{key}.adapter.base"] = adapter.base
+            metadata[f"{key}.adapter.rank"] = len(adapter.down)
+            for part in ("up", "down", "bias"):
+                tensors[f"{name}.adapter_{part}"] = getattr(adapter, part)
+        if layer.embedding is not None:
+            tensors[f"{name}.mlp_embedding"] = layer.embedding
+            metadata[f"{key}.mlp_scale"] = float(np.float32(layer.mlp_scale))
+    if (mlp := sidecar.mlp) is not None:
+        metadata |= {"speculoe.mlp.width": mlp.width, "speculoe.mlp.hidden": mlp.hidden}
+        tensors |= mlp_tensors(mlp)
+    if (training := sidecar.training) is not None:
+        metadata |= {f"speculoe.training.{k}": v for k, v in asdict(training).items()}
     return metadata, {name: np.ascontiguousarray(array) for name, array in tensors.items()}
 
 
@@ -353,6 +446,57 @@ def _same_model(named: _Named, model: ModelMap) -> None:
             )
 
 
+def _quality(named: _Named) -> dict[str, Quality]:
+    keys = {run: "quality." + run.replace("/", ".") for run in _LOSSY}
+    return {
+        run: Quality(
+            kl=named.value(f"{key}.kl", float),
+            top1=named.value(f"{key}.top1", float),
+            tokens=named.value(f"{key}.tokens", int),
+        )
+        for run, key in keys.items()
+        if f"speculoe.{key}.kl" in named.metadata
+    }
+
+
+def _mlp(named: _Named, model: ModelMap) -> SharedMlp | None:
+    if "speculoe.mlp.width" not in named.metadata:
+        return None
+    width, hidden = (named.value(f"mlp.{side}", int) for side in ("width", "hidden"))
+    n_expert = max((layer.n_expert for layer in model.layers), default=0)
+    try:
+        return mlp_from(named.tensor, shapes(model.n_embd, width, hidden, n_expert))
+    except ModelError as error:
+        raise _damaged(named.path, str(error)) from error
+
+
+def _training(named: _Named) -> Training | None:
+    if "speculoe.training.seed" not in named.metadata:
+        return None
+    return Training(
+        text_sha256=named.value("training.text_sha256", str),
+        tokens=named.value("training.tokens", int),
+        validation=named.value("training.validation", int),
+        held_out=named.value("training.held_out", int),
+        seed=named.value("training.seed", int),
+    )
+
+
+def _adapter(named: _Named, block: int, n_expert: int, n_embd: int) -> Adapter | None:
+    key, name = f"block.{block}.adapter", f"blk.{block}.adapter"
+    if f"speculoe.{key}.rank" not in named.metadata:
+        return None
+    rank, base = named.value(f"{key}.rank", int), named.value(f"{key}.base", str)
+    if base not in BASES:
+        raise _damaged(named.path, f"the adapter of layer {block} has base {base[:20]!r}")
+    return Adapter(
+        up=named.tensor(f"{name}_up", np.float16, (n_expert, rank)),
+        down=named.tensor(f"{name}_down", np.float16, (rank, n_embd)),
+        bias=named.tensor(f"{name}_bias", np.float32, (n_expert,)),
+        base=base,
+    )
+
+
 def _layer(named: _Named, block: int, n_expert: int, n_embd: int) -> LayerCalibration:
     key, name = f"block.{block}", f"blk.{block}"
     source = named.value(f"{key}.source", int)
@@ -360,6 +504,10 @@ def _layer(named: _Named, block: int, n_expert: int, n_embd: int) -> LayerCalibr
     if strategy not in STRATEGIES:
         raise _damaged(named.path, f"layer {block} has strategy {strategy[:20]!r}")
     matrix = (n_expert, n_embd)
+    embedding = None
+    if "speculoe.mlp.width" in named.metadata:
+        width = named.value("mlp.width", int)
+        embedding = named.optional(f"{name}.mlp_embedding", np.float32, (width,))
     return LayerCalibration(
         block=block,
         default_vectors=named.tensor(f"{name}.default", np.float16, matrix),
@@ -368,9 +516,12 @@ def _layer(named: _Named, block: int, n_expert: int, n_embd: int) -> LayerCalibr
         source=None if source < 0 else source,
         delta_w=named.optional(f"{name}.delta_w", np.float16, matrix),
         delta_b=named.optional(f"{name}.delta_b", np.float32, (n_expert,)),
-        recall=named.rates(f"{key}.recall", PREDICTORS),
-        precision_top1=named.rates(f"{key}.precision_top1", PREDICTORS),
+        recall=named.rates(f"{key}.recall", (*PREDICTORS, *TRAINED)),
+        precision_top1=named.rates(f"{key}.precision_top1", (*PREDICTORS, *TRAINED)),
         strategy=strategy,
         predictable=named.value(f"{key}.predictable", bool),
         reason=named.value(f"{key}.reason", str),
+        adapter=_adapter(named, block, n_expert, n_embd),
+        embedding=embedding,
+        mlp_scale=1.0 if embedding is None else named.value(f"{key}.mlp_scale", float),
     )

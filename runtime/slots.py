@@ -83,6 +83,16 @@ def _share(part: int, whole: int) -> float:
 LoopGate = tuple[int, native.GateParams, "npt.NDArray[np.float32] | None"]
 
 
+def _loop_layers(layers: Mapping[int, LoopGate]) -> ctypes.Array[native.LoopLayer]:
+    table = (native.LoopLayer * len(layers))()
+    for row, (block, (source, params, default)) in zip(table, layers.items(), strict=True):
+        row.gate = ctypes.pointer(params)
+        row.default_vectors = None if default is None else default.ctypes.data
+        row.block = block
+        row.source = source
+    return table
+
+
 class TapRoom:
     """Memory that taps are copied into, over and over: residual and shared output [n_embd] float32,
     ids [n_used] int32, weights [n_used] float32."""
@@ -220,18 +230,32 @@ class ExpertSlots:
 
         What `layers` holds must live until `stop_loop`. Raises BackendError when a gate is refused.
         """
-        table = (native.LoopLayer * len(layers))()
-        for row, (block, (source, params, default)) in zip(table, layers.items(), strict=True):
-            row.gate = ctypes.pointer(params)
-            row.default_vectors = None if default is None else default.ctypes.data
-            row.block = block
-            row.source = source
         error = ctypes.create_string_buffer(256)
+        table = _loop_layers(layers)
         status = native.functions.spo_loop_start(
             self._open, table, len(table), n_embd, error, len(error)
         )
         if status != native.Status.OK:
             raise BackendError(error.value.decode("utf-8", "replace"))
+
+    def set_speculation(
+        self, layers: Mapping[int, LoopGate], n_embd: int, *, true_weights: bool
+    ) -> None:
+        """Name the layers (by the block predicted) that can execute their prediction; `speculate` starts it.
+
+        What `layers` holds must live as long as the slots. Raises BackendError when a gate is refused.
+        """
+        error = ctypes.create_string_buffer(256)
+        table = _loop_layers(layers)
+        status = native.functions.spo_speculation_set(
+            self._open, table, len(table), n_embd, int(true_weights), error, len(error)
+        )
+        if status != native.Status.OK:
+            raise BackendError(error.value.decode("utf-8", "replace"))
+
+    def speculate(self, context: int, on: bool) -> None:
+        """Whether decode steps of a context execute predictions from now on; rebuilds its graph."""
+        native.functions.spo_speculation_switch(self._open, context, int(on))
 
     def stop_loop(self) -> None:
         native.functions.spo_loop_stop(self._open)

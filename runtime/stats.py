@@ -16,7 +16,8 @@ Tier = Literal["resident", "disk-ram", "ram-vram", "disk-ram-vram", "link"]
 class Stats:
     """One answer so far. Durations in seconds; `slots` counts from the answer's start.
 
-    Where all experts are resident, every expert that was asked for counts as a hit.
+    Where all experts are resident, every expert that was asked for counts as a hit. `kl` (nats) and
+    `top1` are what `eval` measured of a lossy mode on this model; None in exact mode, or never measured.
     """
 
     prompt_tokens: int
@@ -31,6 +32,9 @@ class Stats:
     residency: float
     experts_per_token: int
     predictor: str = "none"
+    mode: str = "exact"
+    kl: float | None = None
+    top1: float | None = None
     slots: SlotStats = field(default_factory=SlotStats)
     logits_sha256: str | None = None
 
@@ -72,8 +76,10 @@ class Stats:
             },
             "experts": {
                 "tier": self.tier,
-                "mode": "exact",
-                "exactness": "exact",
+                "mode": self.mode,
+                "exactness": "exact" if self.mode == "exact" else "lossy",
+                "kl": None if self.kl is None else round(self.kl, 5),
+                "top1": None if self.top1 is None else round(self.top1, 4),
                 "budget_bytes": self.budget_bytes,
                 "slots": self.n_slots,
                 "residency": round(self.residency, 4),
@@ -99,12 +105,19 @@ class Stats:
     def _stall_ms_per_token(self) -> float:
         return self.slots.stall_ns / 1e6 / max(1, self.completion_tokens)
 
+    def _cost(self) -> str:
+        if self.kl is None or self.top1 is None:
+            return "never measured"
+        return f"KL {self.kl:.3f}, top-1 {self.top1:.1%}"
+
     def line(self) -> str:
         """One line for a person."""
         parts = [f"{self.completion_tokens} tokens"]
         if self.tpot_s:
             parts.append(f"{1 / self.tpot_s:.1f} tokens/s")
         parts.append(f"first after {self.ttft_s:.2f} s")
+        if self.mode != "exact":
+            parts.append(f"lossy ({self.mode}, {self._cost()})")
         if self.cached_tokens:
             parts.append(f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens reused")
         if self.tier == "resident":

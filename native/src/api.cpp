@@ -162,6 +162,25 @@ spo_status spo_loop_start(spo_engine * engine, const spo_loop_layer * layers, in
 
 void spo_loop_stop(spo_engine * engine) { engine->loop.reset(); }
 
+spo_status spo_speculation_set(spo_engine * engine, const spo_loop_layer * layers, int32_t n, int32_t n_embd,
+                               int32_t true_weights, char * error, size_t error_size) {
+    try {
+        engine->engine.set_speculation(
+            std::make_unique<spo::speculation>(layers, n, n_embd, engine->engine.n_parallel(), true_weights != 0));
+        return SPO_OK;
+    } catch (const std::exception & e) {
+        if (error && error_size > 0) {
+            std::snprintf(error, error_size, "%s", e.what());
+        }
+        return SPO_ERR_INVALID;
+    }
+}
+
+void spo_speculation_switch(spo_engine * engine, llama_context * ctx, int32_t on) {
+    engine->engine.set_speculating(on != 0);
+    llama_set_moe_hooks(ctx, &spo::moe_hooks(), &engine->engine); // graphs built before are not used again
+}
+
 void spo_trace_start(spo_engine * engine, int64_t capacity) { engine->engine.trace().start(size_t(capacity)); }
 
 int64_t spo_trace_take(spo_engine * engine, spo_span * out, int64_t n) {

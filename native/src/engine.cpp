@@ -137,23 +137,20 @@ bool engine::decodes(const moe_layer & layer, int64_t n_used, int64_t n_tokens) 
 
 // --- decoding
 
-void engine::release_pins() {
-    for (const pinned & p : pinned_) {
+void engine::release(layer_step & step) {
+    for (const pinned & p : step.pins) {
         slot_table & table = pools_[p.pool].table;
         const slot & s     = table.at(p.slot);
         if (s.pins > 0 && s.layer == p.layer && s.expert == p.expert) { // a failed upload has let go already
             table.unpin(p.slot);
         }
     }
-    pinned_.clear();
+    step.layer = -1;
+    step.wanted.clear();
+    step.pins.clear();
 }
 
 void engine::request(int layer_index, const id_view & ids) {
-    const moe_layer & layer = layers_[layer_index];
-    slot_pool &       pool  = pools_[layer.pool];
-    slot_table &      table = pool.table;
-    const int         pl    = layer.pool_layer;
-
     lock held(mutex_);
     if (layer_index == acquired_ + 1) {
         const uint64_t window = now_ns() - acquired_ns_;
@@ -162,48 +159,71 @@ void engine::request(int layer_index, const id_view & ids) {
         window_us_ += timing_step * (1e-3f * float(window) - window_us_);
     }
     // Nodes of a graph run in order: whoever computes this one has finished with the layer before.
-    release_pins();
+    release(now_);
     drop_adoption();
+    if (ahead_.layer == layer_index) {
+        std::swap(now_, ahead_);
+        return;
+    }
+    release(ahead_);
+    ask(now_, layer_index, ids);
+}
+
+void engine::request_ahead(int layer_index, const id_view & ids) {
+    lock held(mutex_);
+    release(ahead_);
+    // While the running layer still looks for slots, the next one must not take them.
+    if (std::all_of(now_.wanted.begin(), now_.wanted.end(), [](const pinned & w) { return w.slot >= 0; })) {
+        ask(ahead_, layer_index, ids);
+    }
+}
+
+void engine::ask(layer_step & step, int layer_index, const id_view & ids) {
+    const moe_layer & layer = layers_[layer_index];
+    slot_pool &       pool  = pools_[layer.pool];
+    slot_table &      table = pool.table;
+    const int         pl    = layer.pool_layer;
     if (forget_) {
         table.forget_others(pl);
     }
     table.step(pl);
-    wanted_.clear();
+    step.layer = layer_index;
     for (int64_t t = 0; t < ids.n_tokens; ++t) {
         for (int64_t i = 0; i < ids.n_used; ++i) {
             const int expert = ids.at(i, t);
-            if (std::none_of(wanted_.begin(), wanted_.end(), [&](const pinned & p) { return p.expert == expert; })) {
-                wanted_.push_back({ layer.pool, table.find(pl, expert), pl, expert });
+            if (std::none_of(step.wanted.begin(), step.wanted.end(),
+                             [&](const pinned & p) { return p.expert == expert; })) {
+                step.wanted.push_back({ layer.pool, table.find(pl, expert), pl, expert });
             }
         }
     }
-    judge_predictions(layer_index);
+    judge_predictions(step);
     // First pin what is here, so that what is missing cannot take its place.
-    for (const pinned & w : wanted_) {
+    for (const pinned & w : step.wanted) {
         table.use(pl, w.expert);
         if (w.slot >= 0) {
             table.pin(w.slot);
-            pinned_.push_back(w);
+            step.pins.push_back(w);
             stats_.hits += table.at(w.slot).state == slot_state::ready;
             queue_->promote(pool.transfers[w.slot].id); // what is left of a prediction overtakes the others
         }
     }
     table.settle(pl);
-    stats_.requests += wanted_.size();
-    for (pinned & w : wanted_) {
+    stats_.requests += step.wanted.size();
+    for (pinned & w : step.wanted) {
         if (w.slot < 0) {
-            request_missing(layer_index, w);
+            request_missing(step, w);
         }
     }
 }
 
-bool engine::request_missing(int layer_index, pinned & wanted) {
-    wanted.slot = start_upload(layer_index, wanted.expert, /*predicted*/ false);
+bool engine::request_missing(layer_step & step, pinned & wanted) {
+    wanted.slot = start_upload(step.layer, wanted.expert, /*predicted*/ false);
     if (wanted.slot < 0) {
         return false; // every slot is pinned or loading; acquire() tries again
     }
     pools_[wanted.pool].table.pin(wanted.slot);
-    pinned_.push_back(wanted);
+    step.pins.push_back(wanted);
     return true;
 }
 
@@ -214,9 +234,8 @@ void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
     lock              held(mutex_);
     wait(held, stats_.stall_ns, [&] {
         bool all = true;
-        for (pinned & w : wanted_) {
-            all = (w.slot >= 0 || request_missing(layer_index, w)) && table.at(w.slot).state != slot_state::loading &&
-                  all;
+        for (pinned & w : now_.wanted) {
+            all = (w.slot >= 0 || request_missing(now_, w)) && table.at(w.slot).state != slot_state::loading && all;
         }
         return all;
     });
@@ -355,7 +374,8 @@ std::string engine::reset() {
             landed_.wait(held);
         }
     }
-    release_pins();
+    release(now_);
+    release(ahead_);
     drop_adoption();
     interrupted_ = false;
     failed_      = false;
@@ -411,17 +431,19 @@ float engine::least_precision() const {
 }
 
 // The router has spoken: count what the prediction was worth, and let go of what it got wrong.
-void engine::judge_predictions(int layer_index) {
-    const moe_layer & layer = layers_[layer_index];
-    slot_pool &       pool  = pools_[layer.pool];
-    prediction &      guess = predictions_[layer_index];
+void engine::judge_predictions(const layer_step & step) {
+    const int         layer_index = step.layer;
+    const moe_layer & layer       = layers_[layer_index];
+    slot_pool &       pool        = pools_[layer.pool];
+    prediction &      guess       = predictions_[layer_index];
     if (guess.experts.empty()) {
         return;
     }
     const auto asked = [&](int expert) {
-        return std::any_of(wanted_.begin(), wanted_.end(), [&](const pinned & w) { return w.expert == expert; });
+        return std::any_of(step.wanted.begin(), step.wanted.end(),
+                           [&](const pinned & w) { return w.expert == expert; });
     };
-    for (const pinned & w : wanted_) {
+    for (const pinned & w : step.wanted) {
         const bool right = std::find(guess.experts.begin(), guess.experts.end(), w.expert) != guess.experts.end();
         stats_.true_experts += 1;
         stats_.true_predicted += right;

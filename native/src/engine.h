@@ -6,6 +6,7 @@
 #include "link.h"
 #include "slots.h"
 #include "source.h"
+#include "speculation.h"
 #include "speculoe/speculoe.h"
 #include "staging.h"
 #include "tap.h"
@@ -85,6 +86,13 @@ struct pinned {
     int pool, slot, layer, expert; // layer within the pool
 };
 
+// What one layer of the running graph asked for, and the slots it holds until it is computed.
+struct layer_step {
+    int                 layer = -1;
+    std::vector<pinned> wanted;
+    std::vector<pinned> pins;
+};
+
 class engine {
 public:
     explicit engine(const spo_params & params);   // throws std::exception
@@ -104,12 +112,22 @@ public:
     // --- compute thread, inside a graph
     // The router of a decode step has chosen: pins what is resident, starts on what is missing.
     void request(int layer, const id_view & ids);
+    // The same for the next layer while this one waits and computes: its prediction will be executed.
+    void request_ahead(int layer, const id_view & ids);
     // Waits until all of it is resident; writes the slots, packed.
     void acquire(int layer, const id_view & ids, int32_t * slots);
     // Makes the experts of one matrix present in its stage, and starts on the next matrix.
     void stream(const matrix & m, const id_view & ids);
     // True when the graph should end: interrupted, or an upload failed.
     bool should_abort() const { return interrupted_.load() || failed_.load(); }
+
+    // --- executing predictions: null, or what decode graphs built from now on do
+    speculation * speculating() { return speculates_ ? speculation_.get() : nullptr; }
+    void          set_speculation(std::unique_ptr<speculation> how) { speculation_ = std::move(how); }
+    void          set_speculating(bool on) { speculates_ = on; } // between graphs
+    int           n_parallel() const { return n_parallel_; }
+    // While a graph is built: what replaced choices have left without a reader, as far as is known.
+    std::vector<ggml_tensor *> & unused() { return unused_; }
 
     // --- callers
     void        interrupt();
@@ -126,13 +144,14 @@ private:
 
     void  read_layout(const spo_params & params);
     void  make_pools(const spo_params & params);
-    bool  request_missing(int layer, pinned & wanted);         // under the lock
-    void  judge_predictions(int layer);                        // under the lock
-    float least_precision() const;                             // under the lock
-    void  drop_upload(int layer, int slot);                    // under the lock
-    void  release_pins();                                      // under the lock
-    void  drop_adoption();                                     // under the lock
-    void  adopt(const moe_layer & layer, const id_view & ids); // under the lock
+    void  ask(layer_step & step, int layer, const id_view & ids); // under the lock
+    bool  request_missing(layer_step & step, pinned & wanted);    // under the lock
+    void  judge_predictions(const layer_step & step);             // under the lock
+    float least_precision() const;                                // under the lock
+    void  drop_upload(int layer, int slot);                       // under the lock
+    void  release(layer_step & step);                             // under the lock
+    void  drop_adoption();                                        // under the lock
+    void  adopt(const moe_layer & layer, const id_view & ids);    // under the lock
     void  copy_adopted(const matrix & m, lock & held);
     int   start_upload(int layer, int expert, bool predicted);             // under the lock; slot or -1
     void  enqueue(int layer, int expert, int slot, bool predicted);        // under the lock
@@ -161,9 +180,9 @@ private:
     std::vector<slot_pool>            pools_;       // guarded by mutex_ (tables, transfers)
     std::unique_ptr<staging>          staging_;     // guarded by mutex_ (stages)
     std::vector<std::vector<uint8_t>> staged_;      // [matrix][expert] 1: there or on its way
-    std::vector<pinned>               wanted_;      // by the layer that runs
+    layer_step                        now_;         // of the layer that runs
+    layer_step                        ahead_;       // of the one after it, where predictions are executed
     std::vector<prediction>           predictions_; // [layer]
-    std::vector<pinned>               pinned_;      // by the running graph
     std::vector<pinned>               adopted_;     // slots that a prompt's layer is filling
     spo_stats                         stats_{};
     std::string                       error_;
@@ -175,6 +194,9 @@ private:
     int                               in_flight_   = 0; // copies queued or running
 
     tap_box                       taps_;
+    std::unique_ptr<speculation>  speculation_;
+    bool                          speculates_ = false;
+    std::vector<ggml_tensor *>    unused_;
     trace_log                     trace_;
     std::atomic<bool>             interrupted_{ false };
     std::atomic<bool>             failed_{ false };

@@ -43,6 +43,20 @@ void dot_rows(const float * weights, const float * x, int n, float * out) {
     }
 }
 
+// out[rows] = weights[rows][n] times x, plus bias[rows] if there is one.
+void product(const float * weights, const float * bias, const float * x, int rows, int n, float * out) {
+    int r = 0;
+    for (; r + n_rows <= rows; r += n_rows) {
+        dot_rows<n_rows>(weights + size_t(r) * n, x, n, out + r);
+    }
+    for (; r < rows; ++r) {
+        dot_rows<1>(weights + size_t(r) * n, x, n, out + r);
+    }
+    for (r = 0; bias && r < rows; ++r) {
+        out[r] += bias[r];
+    }
+}
+
 // In double, as ggml sums it.
 double sum_of_squares(const float * x, int n) {
     double lanes[n_lanes] = {};
@@ -88,7 +102,7 @@ bool finite(const float * values, int n) {
 
 } // namespace
 
-gate::gate(const spo_gate_params & params) : p_(params) {
+gate::gate(const spo_gate_params & params) : p_(params), mlp_(params.mlp ? *params.mlp : spo_gate_mlp{}) {
     need(p_.router && p_.norm, "a gate has no router or no norm; both are needed");
     need(p_.n_embd >= 1 && p_.n_expert >= 1, "a gate has no experts or no input; one of each is needed");
     need(1 <= p_.n_used && p_.n_used <= p_.n_ids && p_.n_ids <= p_.n_expert,
@@ -104,6 +118,16 @@ gate::gate(const spo_gate_params & params) : p_(params) {
         group_order_.resize(size_t(p_.n_groups));
     }
     need(finite(p_.bias, p_.n_expert) && finite(p_.selection_bias, p_.n_expert), "a gate's bias is not finite");
+    if (p_.mlp) {
+        need(mlp_.width >= 1 && mlp_.hidden >= 1, "a gate's network has no width or no hidden one; both are needed");
+        for (const float * part : { mlp_.narrow, mlp_.embedding, mlp_.expand, mlp_.expand_bias, mlp_.contract,
+                                    mlp_.contract_bias, mlp_.norm, mlp_.norm_bias, mlp_.head, mlp_.head_bias }) {
+            need(part, "a gate's network lacks an array; all are needed");
+        }
+        state_.resize(size_t(mlp_.width));
+        change_.resize(size_t(mlp_.width));
+        hidden_.resize(size_t(mlp_.hidden));
+    }
     input_.resize(size_t(p_.n_embd));
     logits_.resize(size_t(p_.n_expert));
     probs_.resize(size_t(p_.n_expert));
@@ -151,17 +175,41 @@ bool gate::logits(const float * residual, const float * add) {
     for (int i = 0; i < p_.n_embd; ++i) {
         input_[i] = input_[i] * scale * p_.norm[i] + (p_.norm_bias ? p_.norm_bias[i] : 0.0f);
     }
-    int e = 0;
-    for (; e + n_rows <= p_.n_expert; e += n_rows) {
-        dot_rows<n_rows>(p_.router + size_t(e) * p_.n_embd, input_.data(), p_.n_embd, &logits_[e]);
-    }
-    for (; e < p_.n_expert; ++e) {
-        dot_rows<1>(p_.router + size_t(e) * p_.n_embd, input_.data(), p_.n_embd, &logits_[e]);
-    }
-    for (e = 0; p_.bias && e < p_.n_expert; ++e) {
-        logits_[e] += p_.bias[e];
+    if (p_.mlp) {
+        network();
+        for (int e = 0; p_.bias && e < p_.n_expert; ++e) {
+            logits_[e] += p_.bias[e];
+        }
+    } else {
+        product(p_.router, p_.bias, input_.data(), p_.n_expert, p_.n_embd, logits_.data());
     }
     return finite(logits_.data(), p_.n_expert);
+}
+
+// Logits of the network in place of the router's; runtime/mlp.py is the same thing to read.
+void gate::network() {
+    const int w = mlp_.width;
+    product(mlp_.narrow, mlp_.embedding, input_.data(), w, p_.n_embd, state_.data());
+    product(mlp_.expand, mlp_.expand_bias, state_.data(), mlp_.hidden, w, hidden_.data());
+    for (float & value : hidden_) {
+        value *= sigmoid(value);
+    }
+    product(mlp_.contract, mlp_.contract_bias, hidden_.data(), w, mlp_.hidden, change_.data());
+    for (int i = 0; i < w; ++i) {
+        state_[i] += change_[i];
+    }
+    const float mean = float(std::accumulate(state_.begin(), state_.end(), 0.0) / w);
+    for (float & value : state_) {
+        value -= mean;
+    }
+    const float scale = 1.0f / std::sqrt(float(sum_of_squares(state_.data(), w) / w) + SPO_MLP_EPS);
+    for (int i = 0; i < w; ++i) {
+        state_[i] = state_[i] * scale * mlp_.norm[i] + mlp_.norm_bias[i];
+    }
+    product(mlp_.head, mlp_.head_bias, state_.data(), p_.n_expert, w, logits_.data());
+    for (float & value : logits_) {
+        value *= mlp_.scale;
+    }
 }
 
 void gate::gate_logits() {

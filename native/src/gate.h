@@ -19,13 +19,18 @@ public:
 
 private:
     bool logits(const float * residual, const float * add);
+    void network();
     void gate_logits();
     void score();
     void keep_best_groups();
     void rank(int32_t * ids, const float * scores, int n);
 
     const spo_gate_params p_;
+    const spo_gate_mlp    mlp_;    // all null without one
     std::vector<float>    input_;  // [n_embd] normed
+    std::vector<float>    state_;  // [width] of the network
+    std::vector<float>    change_; // [width]
+    std::vector<float>    hidden_; // [hidden]
     std::vector<float>    logits_; // [n_expert]
     std::vector<float>    probs_;
     std::vector<float>    scores_;

@@ -14,6 +14,7 @@ namespace {
 
 constexpr const char * request_name = "spo_request";
 constexpr const char * slots_name   = "spo_slots-%d"; // with the block's number, by which on_graph finds the layer
+constexpr const char * guess_name   = "spo_guess-%d";
 
 id_view view(const ggml_tensor * ids) {
     return { static_cast<const char *>(ids->data), ids->ne[0], ids->ne[1], ids->nb[0], ids->nb[1] };
@@ -51,6 +52,10 @@ void request_op(ggml_tensor * dst, int ith, int, void * data) {
     }
 }
 
+const float * row(const ggml_tensor * tensor, size_t stride, int64_t t) {
+    return reinterpret_cast<const float *>(static_cast<const char *>(tensor->data) + size_t(t) * stride);
+}
+
 void write_taps(const moe_layer & layer, const ggml_tensor * dst) {
     tap_box &           taps     = layer.owner->taps();
     const ggml_tensor * ids      = dst->src[src_ids];
@@ -60,13 +65,56 @@ void write_taps(const moe_layer & layer, const ggml_tensor * dst) {
     if (!taps.is_open() || !residual || residual->ne[0] != taps.n_embd()) {
         return;
     }
-    const auto row = [](const ggml_tensor * tensor, size_t stride, int64_t t) {
-        return reinterpret_cast<const float *>(static_cast<const char *>(tensor->data) + size_t(t) * stride);
-    };
     for (int64_t t = 0; t < ids->ne[1]; ++t) {
         const auto * chosen = reinterpret_cast<const int32_t *>(row(ids, ids->nb[1], t));
         taps.write(index_of(layer), row(residual, residual->nb[1], t), shared ? row(shared, shared->nb[1], t) : nullptr,
                    chosen, row(weights, weights->nb[2], t), int(ids->ne[0]));
+    }
+}
+
+// A row of n_used per token, packed, as a tensor of ids would be seen.
+id_view packed(const int32_t * ids, int64_t n_used, int64_t n_tokens) {
+    return { reinterpret_cast<const char *>(ids), n_used, n_tokens, sizeof(int32_t), size_t(n_used) * sizeof(int32_t) };
+}
+
+// Predicts what the next layer will execute, and starts on it.
+void speculate(const moe_layer & layer, const ggml_tensor * dst) {
+    engine &            owner    = *layer.owner;
+    speculation *       how      = owner.speculating();
+    const ggml_tensor * residual = dst->src[src_residual];
+    const moe_layer *   next     = how ? owner.find_layer(how->target(layer.block)) : nullptr;
+    if (!next || !residual || !how->covers(next->block, dst->src[src_ids]->ne[0], dst->src[src_ids]->ne[1])) {
+        return;
+    }
+    const uint64_t      begin   = now_ns();
+    const ggml_tensor * ids     = dst->src[src_ids];
+    const ggml_tensor * weights = dst->src[src_weights];
+    const ggml_tensor * shared  = dst->src[src_shared];
+    for (int64_t t = 0; t < ids->ne[1]; ++t) {
+        if (!how->predict(layer.block, t, row(residual, residual->nb[1], t),
+                          shared ? row(shared, shared->nb[1], t) : nullptr,
+                          reinterpret_cast<const int32_t *>(row(ids, ids->nb[1], t)), row(weights, weights->nb[2], t),
+                          int(ids->ne[0]))) {
+            owner.fail("layer " + std::to_string(next->block) + ": its prediction is not finite; use --mode exact");
+            return;
+        }
+    }
+    owner.trace().span(SPO_SPAN_PREDICT, begin, next->block, -1);
+    owner.request_ahead(index_of(*next), packed(how->ids(next->block), ids->ne[0], ids->ne[1]));
+}
+
+// The prediction in the router's place. Sources are only what must come before.
+void guess_ids_op(ggml_tensor * dst, int ith, int, void * data) {
+    auto & layer = *static_cast<const moe_layer *>(data);
+    if (ith == 0) {
+        std::memcpy(dst->data, layer.owner->speculating()->ids(layer.block), ggml_nbytes(dst));
+    }
+}
+
+void guess_weights_op(ggml_tensor * dst, int ith, int, void * data) {
+    auto & layer = *static_cast<const moe_layer *>(data);
+    if (ith == 0) {
+        std::memcpy(dst->data, layer.owner->speculating()->weights(layer.block), ggml_nbytes(dst));
     }
 }
 
@@ -81,6 +129,7 @@ void slots_op(ggml_tensor * dst, int ith, int, void * data) {
             layer.owner->request(index_of(layer), view(dst->src[src_ids]));
         }
         write_taps(layer, dst); // before the wait: what is predicted from it follows the demand without a gap
+        speculate(layer, dst);
         layer.owner->acquire(index_of(layer), view(dst->src[src_ids]), static_cast<int32_t *>(dst->data));
     } catch (const std::exception & e) {
         layer.owner->fail(e.what());
@@ -103,15 +152,20 @@ void stage_op(ggml_tensor * dst, int ith, int, void * data) {
     copy_ids(ids, dst->data);
 }
 
-ggml_tensor * ids_op(ggml_context * ctx, ggml_cgraph * gf, std::initializer_list<ggml_tensor *> sources,
-                     ggml_custom_op_t op, const void * data) {
-    ggml_tensor *       args[GGML_MAX_SRC] = {};
-    const ggml_tensor * ids                = *sources.begin();
+// An operation whose result has the shape of `like`.
+ggml_tensor * op_like(ggml_context * ctx, ggml_cgraph * gf, const ggml_tensor * like,
+                      std::initializer_list<ggml_tensor *> sources, ggml_custom_op_t op, const void * data) {
+    ggml_tensor * args[GGML_MAX_SRC] = {};
     std::copy(sources.begin(), sources.end(), args);
-    ggml_tensor * result = ggml_custom_4d(ctx, GGML_TYPE_I32, ids->ne[0], ids->ne[1], 1, 1, args, int(sources.size()),
-                                          op, 1, const_cast<void *>(data));
+    ggml_tensor * result = ggml_custom_4d(ctx, like->type, like->ne[0], like->ne[1], like->ne[2], 1, args,
+                                          int(sources.size()), op, 1, const_cast<void *>(data));
     ggml_build_forward_expand(gf, result);
     return result;
+}
+
+ggml_tensor * ids_op(ggml_context * ctx, ggml_cgraph * gf, std::initializer_list<ggml_tensor *> sources,
+                     ggml_custom_op_t op, const void * data) {
+    return op_like(ctx, gf, *sources.begin(), sources, op, data);
 }
 
 // --- while a graph is built
@@ -151,6 +205,34 @@ ggml_tensor * find_slots(ggml_cgraph * gf, const ggml_tensor * ids) {
     return nullptr;
 }
 
+// The node that takes from all experts' probabilities those of the chosen ones, or null.
+ggml_tensor * weights_of(ggml_tensor * weights, const ggml_tensor * ids) {
+    while (weights && !(weights->op == GGML_OP_GET_ROWS && weights->src[1] == ids)) {
+        weights = weights->src[0];
+    }
+    return weights;
+}
+
+// Replaces a router's choice by the prediction. With the router's weights only its ids are replaced, and
+// on_graph puts the new ones before the node that reads them.
+void execute_prediction(ggml_context * ctx, ggml_cgraph * gf, engine & owner, const moe_layer & layer,
+                        ggml_tensor * cur, ggml_tensor ** ids, ggml_tensor ** weights) {
+    if (owner.speculating()->true_weights()) {
+        ggml_tensor * taken = weights_of(*weights, *ids);
+        if (taken) {
+            ggml_tensor * guess = op_like(ctx, gf, *ids, { taken->src[0] }, guess_ids_op, &layer);
+            ggml_format_name(guess, guess_name, layer.block);
+            owner.unused().push_back(*ids);
+            taken->src[1] = guess;
+            *ids          = guess;
+        }
+        return;
+    }
+    owner.unused().insert(owner.unused().end(), { *ids, *weights });
+    *ids     = op_like(ctx, gf, *ids, { cur }, guess_ids_op, &layer);
+    *weights = op_like(ctx, gf, *weights, { *ids }, guess_weights_op, &layer);
+}
+
 void on_router(ggml_context * ctx, ggml_cgraph * gf, int il, ggml_tensor * cur, ggml_tensor ** ids,
                ggml_tensor ** weights, void * data) {
     auto &            owner = *static_cast<engine *>(data);
@@ -158,14 +240,20 @@ void on_router(ggml_context * ctx, ggml_cgraph * gf, int il, ggml_tensor * cur, 
     if (!layer || !owner.decodes(*layer, (*ids)->ne[0], (*ids)->ne[1])) {
         return;
     }
+    ggml_tensor * residual = residual_of(cur);
+    if (speculation * how = owner.speculating()) {
+        if (how->covers(il, (*ids)->ne[0], (*ids)->ne[1])) {
+            execute_prediction(ctx, gf, owner, *layer, cur, ids, weights);
+        }
+        how->shows(il, residual && residual->ne[0] == how->n_embd());
+    }
     ggml_tensor * chosen = *ids;
     if (layer->shared) {
         chosen = ids_op(ctx, gf, { chosen }, request_op, layer);
         ggml_set_name(chosen, request_name);
     }
-    ggml_tensor * residual = residual_of(cur);
-    ggml_tensor * slots    = residual ? ids_op(ctx, gf, { chosen, *weights, residual }, slots_op, layer)
-                                      : ids_op(ctx, gf, { chosen, *weights }, slots_op, layer);
+    ggml_tensor * slots = residual ? ids_op(ctx, gf, { chosen, *weights, residual }, slots_op, layer)
+                                   : ids_op(ctx, gf, { chosen, *weights }, slots_op, layer);
     ggml_format_name(slots, slots_name, il);
 }
 
@@ -241,8 +329,51 @@ void run_shared_first(ggml_cgraph * gf, int slots_at, const moe_layer & layer) {
     }
 }
 
+// What nobody reads any more, and what only fed it, is not computed: a router whose choice was replaced.
+void skip_unused(ggml_cgraph * gf, std::vector<ggml_tensor *> & unused) {
+    std::unordered_map<const ggml_tensor *, int> readers;
+    for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
+        for (const ggml_tensor * source : ggml_graph_node(gf, i)->src) {
+            readers[source] += 1;
+        }
+    }
+    while (!unused.empty()) {
+        ggml_tensor * t = unused.back();
+        unused.pop_back();
+        if (readers[t] > 0 || t->op == GGML_OP_NONE || (t->flags & GGML_TENSOR_FLAG_OUTPUT)) {
+            continue;
+        }
+        t->flags &= ~GGML_TENSOR_FLAG_COMPUTE;
+        for (ggml_tensor * source : t->src) {
+            if (source && --readers[source] == 0) {
+                unused.push_back(source);
+            }
+        }
+    }
+}
+
+// Predicted ids whose reader, the true router's weights, was built before them move in front of it.
+void move_guesses(ggml_cgraph * gf) {
+    ggml_tensor ** nodes = ggml_graph_nodes(gf);
+    for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
+        ggml_tensor * ids   = nodes[i]->op == GGML_OP_GET_ROWS ? nodes[i]->src[1] : nullptr;
+        int           block = -1;
+        if (ids && ids->op == GGML_OP_CUSTOM && std::sscanf(ids->name, guess_name, &block) == 1) {
+            ggml_tensor ** at = std::find(nodes + i, nodes + ggml_graph_n_nodes(gf), ids);
+            if (at < nodes + ggml_graph_n_nodes(gf)) {
+                std::rotate(nodes + i, at, at + 1);
+                ++i;
+            }
+        }
+    }
+}
+
 void on_graph(ggml_cgraph * gf, void * data) {
     auto & owner = *static_cast<engine *>(data);
+    if (owner.speculating()) {
+        move_guesses(gf);
+        skip_unused(gf, owner.unused());
+    }
     for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
         ggml_tensor *     node  = ggml_graph_node(gf, i);
         const moe_layer * layer = owner.find_layer(block_of(*node));

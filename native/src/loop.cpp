@@ -1,5 +1,7 @@
 #include "loop.h"
 
+#include <algorithm>
+
 namespace spo {
 
 namespace {
@@ -8,12 +10,11 @@ constexpr int wait_ms = 1000; // bounds how long a lost wake-up hurts, as in run
 
 } // namespace
 
-prediction_loop::prediction_loop(engine & owner, const spo_loop_layer * layers, int n, int n_embd) :
-    owner_(owner), add_(size_t(n_embd)) {
+prediction_loop::prediction_loop(engine & owner, const spo_loop_layer * layers, int n, int n_embd) : owner_(owner) {
     for (int i = 0; i < n; ++i) {
-        const spo_gate_params & params = *layers[i].gate;
-        layers_[layers[i].source]      = { layers[i].block, std::make_unique<gate>(params), layers[i].default_vectors,
-                                           std::vector<int32_t>(params.n_ids), std::vector<float>(params.n_used) };
+        const predictor & made = layers_.emplace(layers[i].source, predictor(layers[i], n_embd)).first->second;
+        ids_.resize(std::max(ids_.size(), size_t(made.n_ids())));
+        weights_.resize(std::max(weights_.size(), size_t(made.n_used())));
     }
     owner_.taps().open(n_embd);
     thread_ = std::thread([this] { run(); });
@@ -34,16 +35,10 @@ void prediction_loop::run() {
         if (found == layers_.end()) {
             continue;
         }
-        predicted_layer & next = found->second;
-        add_                   = newest.shared;
-        for (size_t i = 0; next.default_vectors && i < newest.ids.size(); ++i) {
-            const float * mean = next.default_vectors + size_t(newest.ids[i]) * add_.size();
-            for (size_t j = 0; j < add_.size(); ++j) {
-                add_[j] += newest.weights[i] * mean[j];
-            }
-        }
-        if (next.router->route(newest.residual.data(), add_.data(), next.ids.data(), next.weights.data(), nullptr)) {
-            owner_.prefetch(next.block, next.ids.data(), int(next.ids.size()));
+        predictor & next = found->second;
+        if (next.route(newest.residual.data(), newest.shared.data(), newest.ids.data(), newest.weights.data(),
+                       int(newest.ids.size()), ids_.data(), weights_.data())) {
+            owner_.prefetch(next.block(), ids_.data(), next.n_ids());
         }
     }
 }

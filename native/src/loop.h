@@ -2,10 +2,8 @@
 #pragma once
 
 #include "engine.h"
-#include "gate.h"
+#include "predictor.h"
 
-#include <memory>
-#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -21,20 +19,13 @@ public:
     prediction_loop & operator=(const prediction_loop &) = delete;
 
 private:
-    struct predicted_layer {
-        int                   block;
-        std::unique_ptr<gate> router;
-        const float *         default_vectors; // of the source, [n_expert][n_embd], borrowed, or null
-        std::vector<int32_t>  ids;
-        std::vector<float>    weights;
-    };
-
     void run();
 
-    engine &                                 owner_;
-    std::unordered_map<int, predicted_layer> layers_; // by source
-    std::vector<float>                       add_;    // [n_embd]
-    std::thread                              thread_;
+    engine &                           owner_;
+    std::unordered_map<int, predictor> layers_; // by source
+    std::vector<int32_t>               ids_;    // scratch
+    std::vector<float>                 weights_;
+    std::thread                        thread_;
 };
 
 } // namespace spo

@@ -20,7 +20,8 @@ void engine::stream(const matrix & m, const id_view & ids) {
     }
     const moe_layer & layer = layers_[m.layer];
     lock              held(mutex_);
-    release_pins();
+    release(now_);
+    release(ahead_);
     if (m.position == 0) {
         drop_adoption();
         adopt(layer, ids);

@@ -122,6 +122,9 @@ public:
 
     // `key`, just used, is used again at `when`; keeps it or not. `resident` is by key.
     void use(int32_t key, int64_t when, std::vector<uint8_t> & resident) {
+        if (resident[key] && next_[key] == when) {
+            return; // as between warm uses, whose entries would pile up
+        }
         next_[key] = when;
         if (!resident[key]) {
             if (n_kept_ == n_slots_) {
@@ -165,40 +168,53 @@ private:
     std::vector<entry>     heap_;
 };
 
-// Belady's MIN with bypass. No policy that brings experts when they are asked for hits more of a trace.
+// Belady's MIN with bypass, a step's experts as one set: what is there when the step asks are its hits,
+// then what is needed soonest stays, of the residents and the step's experts alike. Warm uses are worth
+// nothing. So no policy that brings experts when they are asked for hits more of the counted tokens.
 spo_replay_counts run_clairvoyant(const spo_replay_params & p) {
-    std::vector<int32_t> keys; // of all requests
+    const size_t         n_keys = size_t(p.n_layers) * p.n_expert, n_steps = size_t(p.n_tokens) * p.n_layers;
+    const size_t         first_counted = size_t(p.n_warm) * p.n_layers; // step
+    std::vector<int32_t> keys;                                          // of all requests, step after step
+    std::vector<size_t>  begins{ 0 };                                   // of each step in `keys`, and the end
     std::vector<int>     experts;
-    size_t               n_warm = 0; // of them
-    for (int64_t token = 0; token < p.n_tokens; ++token) {
-        n_warm = token == p.n_warm ? keys.size() : n_warm;
-        for (int layer = 0; layer < p.n_layers; ++layer) {
-            read_step(p, token, layer, experts);
-            for (const int expert : experts) {
-                keys.push_back(int32_t(layer * p.n_expert + expert));
-            }
+    for (size_t step = 0; step < n_steps; ++step) {
+        const int layer = int(step % p.n_layers);
+        read_step(p, int64_t(step / p.n_layers), layer, experts);
+        for (const int expert : experts) {
+            keys.push_back(int32_t(layer * p.n_expert + expert));
         }
+        begins.push_back(keys.size());
     }
-    const size_t         n_keys = size_t(p.n_layers) * p.n_expert;
-    std::vector<int64_t> next(n_keys, never), again(keys.size());
-    for (size_t i = keys.size(); i-- > 0;) {
-        again[i] = std::exchange(next[keys[i]], int64_t(i));
+    std::vector<int64_t> next(n_keys, never), again(keys.size()); // steps that count and use the key
+    for (size_t step = n_steps; step-- > 0;) {
+        for (size_t i = begins[step]; i < begins[step + 1]; ++i) {
+            again[i]      = next[keys[i]];
+            next[keys[i]] = step < first_counted ? again[i] : int64_t(step);
+        }
     }
     std::vector<uint8_t>      resident(n_keys, 0);
     std::vector<soonest_kept> pools;
     for (int i = 0; i < p.n_pools; ++i) {
         pools.emplace_back(p.pools[i], next);
     }
-    spo_replay_counts counts{};
-    for (size_t i = 0; i < keys.size(); ++i) {
-        const int32_t key = keys[i];
-        if (i >= n_warm) {
-            counts.requests += 1;
-            counts.hits += resident[key];
-            counts.uploads += !resident[key];
+    spo_replay_counts   counts{};
+    std::vector<size_t> missing;
+    for (size_t step = 0; step < n_steps; ++step) {
+        soonest_kept & pool = pools[p.pool_of[step % p.n_layers]];
+        missing.clear();
+        for (size_t i = begins[step]; i < begins[step + 1]; ++i) {
+            // Residents first: until they know their next use, they would seem needed right now.
+            resident[keys[i]] ? pool.use(keys[i], again[i], resident) : missing.push_back(i);
         }
-        pools[p.pool_of[key / p.n_expert]].use(key, again[i], resident);
+        for (const size_t i : missing) {
+            pool.use(keys[i], again[i], resident);
+        }
+        if (step >= first_counted) {
+            counts.requests += begins[step + 1] - begins[step];
+            counts.uploads += missing.size();
+        }
     }
+    counts.hits = counts.requests - counts.uploads;
     return counts;
 }
 

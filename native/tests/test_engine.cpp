@@ -202,6 +202,40 @@ TEST(predictions_from_another_thread_change_no_bytes) {
     }
 }
 
+TEST(what_is_asked_for_ahead_takes_nothing_from_the_layer_that_runs) {
+    for (const std::vector<int32_t> & pools : { std::vector<int32_t>{ 3 }, { 5 }, { 7 }, { 36 }, { 3, 5, 12 } }) {
+        fixture f(pools);
+        {
+            const random_guesser guesser(f);
+            std::mt19937         random(10);
+            for (int step = 0; step < 60; ++step) {
+                std::vector<int32_t> ids = distinct(random, 1);
+                for (int layer = 0; layer < n_layers; ++layer) {
+                    const id_view view{ reinterpret_cast<const char *>(ids.data()), n_used, 1, 4, 4 * n_used };
+                    f.made->request(layer, view);
+                    const std::vector<int32_t> next = distinct(random, 1);
+                    if (layer + 1 < n_layers && step % 5 != 4) { // now and then nobody asks ahead
+                        f.made->request_ahead(
+                            layer + 1, { reinterpret_cast<const char *>(next.data()), n_used, 1, 4, 4 * n_used });
+                    }
+                    std::vector<int32_t> slots(n_used, -1);
+                    f.made->acquire(layer, view, slots.data());
+                    for (int i = 0; i < n_used; ++i) {
+                        for (int p = 0; p < 3; ++p) {
+                            CHECK(f.holds(f.made->pool_of(f.at(layer, p)).banks[p].plain(slots[i]), layer, p, ids[i]));
+                        }
+                    }
+                    ids = next;
+                }
+                if (step % 10 == 0) {
+                    prompt_and_look(f, random, 4);
+                }
+            }
+        }
+        CHECK(f.made->check() == "");
+    }
+}
+
 TEST(a_failed_read_ends_the_step_and_the_next_one_works) {
     fixture      f({ 4, 4, 4 });
     std::mt19937 random(8);

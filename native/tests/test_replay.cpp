@@ -48,6 +48,22 @@ TEST(the_clairvoyant_keeps_what_is_needed_soonest) {
     CHECK(replay(trace(ids, 1, 1, 3, one_layer, slots, SPO_REPLAY_CLAIRVOYANT)).hits == 4);
 }
 
+TEST(the_clairvoyant_takes_the_experts_of_a_step_as_one_set) {
+    // 0 is still there when the second step asks, and 1 stays after it, whichever is named first.
+    for (const auto & ids : { std::vector<int32_t>{ 0, -1, 1, 0, 1, -1 }, { 0, -1, 0, 1, 1, -1 } }) {
+        const std::vector<int32_t> slots = { 1 };
+        CHECK(replay(trace(ids, 1, 2, 2, one_layer, slots, SPO_REPLAY_CLAIRVOYANT)).hits == 2);
+    }
+}
+
+TEST(the_clairvoyant_keeps_nothing_for_warm_tokens) {
+    const std::vector<int32_t> ids = { 0, 1, 1, 1, 0 }, slots = { 1 };
+    spo_replay_params          p = trace(ids, 1, 1, 2, one_layer, slots, SPO_REPLAY_CLAIRVOYANT);
+    CHECK(replay(p).hits == 2); // of 1
+    p.n_warm = 4;
+    CHECK(replay(p).hits == 1); // of 0
+}
+
 TEST(a_cycle_too_long_for_lru_is_learned) {
     std::vector<int32_t> ids;
     for (int i = 0; i < 400; ++i) {
@@ -85,9 +101,10 @@ TEST(a_layer_keeps_to_its_pool) {
 
 TEST(no_policy_beats_the_clairvoyant) {
     std::mt19937 random(11);
-    for (int round = 0; round < 100; ++round) {
+    for (int round = 0; round < 300; ++round) {
         const int            n_layers = 1 + int(random() % 3), n_expert = 2 + int(random() % 7);
-        const int            n_used = 1 + int(random() % 2), n_tokens = 1 + int(random() % 60);
+        const int            n_used = 1 + int(random() % 3), n_tokens = 1 + int(random() % 60);
+        const int            n_warm = int(random() % n_tokens);
         std::vector<int32_t> ids(size_t(n_tokens) * n_layers * n_used);
         for (int32_t & id : ids) {
             id = int32_t(std::min(random() % n_expert, random() % n_expert));
@@ -100,9 +117,12 @@ TEST(no_policy_beats_the_clairvoyant) {
         for (int32_t & slots : pools) {
             slots = 1 + int32_t(random() % (n_expert + 2));
         }
-        const auto bound = replay(trace(ids, n_layers, n_used, n_expert, pool_of, pools, SPO_REPLAY_CLAIRVOYANT));
+        spo_replay_params p = trace(ids, n_layers, n_used, n_expert, pool_of, pools, SPO_REPLAY_CLAIRVOYANT);
+        p.n_warm            = n_warm;
+        const auto bound    = replay(p);
         for (const int policy : { SPO_POLICY_LRU, SPO_POLICY_DECAYED, SPO_POLICY_LEARNED }) {
-            const auto c = replay(trace(ids, n_layers, n_used, n_expert, pool_of, pools, policy));
+            p.policy     = policy;
+            const auto c = replay(p);
             CHECK(c.requests == bound.requests && c.hits <= bound.hits && c.hits + c.uploads == c.requests);
         }
     }

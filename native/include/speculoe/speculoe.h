@@ -27,7 +27,7 @@
 extern "C" {
 #endif
 
-#define SPO_ABI_VERSION 2
+#define SPO_ABI_VERSION 3
 
 typedef struct spo_engine spo_engine;
 struct llama_context;
@@ -164,24 +164,46 @@ typedef enum {
     SPO_SELECT_SIGMOID = 2, /* of the logits, whatever the gating */
 } spo_selection;
 
+/* A network that estimates router logits in place of a router's product: narrow(input) + embedding, plus
+ * contract(silu(expand(.) + expand_bias)) + contract_bias of that, through a layer norm (epsilon
+ * SPO_MLP_EPS) and the head. All arrays are needed, and borrowed as those of a gate. */
+typedef struct {
+    const float * narrow;        /* [width][n_embd] */
+    const float * embedding;     /* [width], the layer's own; the rest may serve many layers */
+    const float * expand;        /* [hidden][width] */
+    const float * expand_bias;   /* [hidden] */
+    const float * contract;      /* [width][hidden] */
+    const float * contract_bias; /* [width] */
+    const float * norm;          /* [width] */
+    const float * norm_bias;     /* [width] */
+    const float * head;          /* [n_expert][width] */
+    const float * head_bias;     /* [n_expert] */
+    int32_t       width;
+    int32_t       hidden;
+    float         scale; /* the layer's own, of the logits */
+} spo_gate_mlp;
+
+#define SPO_MLP_EPS 1e-5f
+
 /* Arrays are borrowed until spo_gate_free. */
 typedef struct {
-    const float * router;         /* [n_expert][n_embd] */
-    const float * norm;           /* [n_embd], weighs the RMS norm */
-    const float * norm_bias;      /* [n_embd] or NULL */
-    const float * bias;           /* [n_expert] or NULL, added to logits */
-    const float * selection_bias; /* [n_expert] or NULL, added to what ranks */
-    float         eps;
-    float         scale; /* of the weights; 0: 1 */
-    int32_t       n_expert;
-    int32_t       n_embd;
-    int32_t       n_used;    /* experts executed per token, which get weights */
-    int32_t       n_ids;     /* ids written, n_used to n_expert */
-    int32_t       gating;    /* spo_gating */
-    int32_t       selection; /* spo_selection */
-    int32_t       n_groups;  /* equal runs of experts, of which the best n_groups_used count; 0: no groups */
-    int32_t       n_groups_used;
-    int32_t       norm_weights; /* 1: weights sum to one before they are scaled */
+    const float *        router;         /* [n_expert][n_embd] */
+    const float *        norm;           /* [n_embd], weighs the RMS norm */
+    const float *        norm_bias;      /* [n_embd] or NULL */
+    const float *        bias;           /* [n_expert] or NULL, added to logits */
+    const float *        selection_bias; /* [n_expert] or NULL, added to what ranks */
+    float                eps;
+    float                scale; /* of the weights; 0: 1 */
+    int32_t              n_expert;
+    int32_t              n_embd;
+    int32_t              n_used;    /* experts executed per token, which get weights */
+    int32_t              n_ids;     /* ids written, n_used to n_expert */
+    int32_t              gating;    /* spo_gating */
+    int32_t              selection; /* spo_selection */
+    int32_t              n_groups;  /* equal runs of experts, of which the best n_groups_used count; 0: no groups */
+    int32_t              n_groups_used;
+    int32_t              norm_weights; /* 1: weights sum to one before they are scaled */
+    const spo_gate_mlp * mlp;          /* or NULL; with it the logits are its own instead of the router's product */
 } spo_gate_params;
 
 /* On failure *out is NULL and `error` (if not NULL) holds one line. */
@@ -236,6 +258,14 @@ typedef struct {
 SPO_API spo_status spo_loop_start(spo_engine * engine, const spo_loop_layer * layers, int32_t n, int32_t n_embd,
                                   char * error, size_t error_size);
 SPO_API void       spo_loop_stop(spo_engine * engine);
+
+/* Names the layers that can execute their prediction instead of what their router would choose, with the
+ * prediction's weights or, with true_weights, the true router's over the predicted experts. Lossy. */
+SPO_API spo_status spo_speculation_set(spo_engine * engine, const spo_loop_layer * layers, int32_t n, int32_t n_embd,
+                                       int32_t true_weights, char * error, size_t error_size);
+/* Whether decode graphs of ctx do so from now on; at first they do not, and prompts never should. Rebuilds
+ * the graph. Between graphs only. */
+SPO_API void spo_speculation_switch(spo_engine * engine, struct llama_context * ctx, int32_t on);
 
 typedef enum {
     SPO_SPAN_COMPUTE   = 0, /* from a layer having its experts to the next layer asking */

@@ -1,0 +1,189 @@
+"""From a GGUF path to a model ready to decode: plan, load, attach. What `Engine` and the server share.
+
+    ModelMap -> Placement -> Model (experts left on disk) + ExpertSlots -> Context -> Orchestrator
+
+Knows how the parts fit together and in which order they go; nothing of prompts, answers or threads.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from speculoe_local.runtime import machine, placement
+from speculoe_local.runtime.errors import OptionError
+from speculoe_local.runtime.llama import Context, Model, Shape
+from speculoe_local.runtime.modelmap import ModelMap
+from speculoe_local.runtime.options import EngineOptions, parse_link
+from speculoe_local.runtime.orchestrator import NativeLoop, Orchestrator
+from speculoe_local.runtime.placement import Placement
+from speculoe_local.runtime.predict import Predictor, QuasiHidden, default_name, make_predictor
+from speculoe_local.runtime.sidecar import Quality, Sidecar, sidecar_path
+from speculoe_local.runtime.slots import ExpertSlots
+from speculoe_local.runtime.speculate import Speculation, quality_of
+from speculoe_local.runtime.stats import Tier
+
+__all__ = ["Opened", "open_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model in memory with its context and, where experts have slots, what serves them. Close it.
+
+    `mode` is exact where all experts are resident, whatever was asked for; `quality` is what a lossy one
+    was measured to cost. Not thread-safe; graphs of its context must not run at the same time.
+    """
+
+    model_map: ModelMap
+    placed: Placement
+    model: Model
+    context: Context
+    slots: ExpertSlots | None
+    orchestrator: Orchestrator | NativeLoop | None
+    predictor: str
+    tier: Tier
+    load_s: float
+    speculation: Speculation | None
+    mode: str
+    quality: Quality | None
+
+    def speculate(self, on: bool) -> None:
+        """Whether decode steps execute predictions from now on, in a lossy mode; prompts must not."""
+        if self.speculation is not None:
+            self.speculation.switch(self.context.handle, on)
+
+    def close(self) -> None:
+        """Free everything, last made first. Once, and not while a graph runs."""
+        if self.orchestrator is not None:
+            self.orchestrator.close()
+        if self.slots is not None:
+            self.slots.detach(self.context.handle)
+        self.context.close()
+        if self.slots is not None:
+            self.slots.close()
+        if self.speculation is not None:
+            self.speculation.close()
+        self.model.close()
+
+
+def open_model(
+    path: str | bytes | os.PathLike[str],
+    *,
+    options: EngineOptions,
+    n_parallel: int = 1,
+    n_sequences: int = 1,
+    progress: Callable[[float], None] | None = None,
+) -> Opened:
+    """Plan, load and attach. `progress` gets 0..1 while weights are read.
+
+    Batches of up to `n_parallel` tokens use expert slots, larger ones stream. With more than one
+    sequence all share the context's tokens: each may use what the others leave.
+
+    Raises ModelError, BudgetError, OptionError, SourceError or BackendError.
+    """
+    begin = time.perf_counter()
+    found = ModelMap.read(path)
+    host = machine.look()
+    budget = placement.parse_budget(options.expert_budget)
+    if options.buffers == "two-layer":
+        placed = placement.two_layers(found)
+    else:
+        placed = placement.plan(found, budget, available_bytes=host.available_bytes)
+    slotted = placed.kind == "slotted"
+    sidecar = _sidecar(options, found)
+    mode = options.mode if slotted else "exact"  # with all experts at hand there is nothing to gain
+    quality = quality_of(options, found, sidecar) if mode != "exact" else None
+    if options.link and not slotted:
+        raise OptionError(
+            f"--link {options.link} models uploads, but all experts are resident; lower --expert-budget"
+        )
+    with ExitStack() as undo:
+        model = undo.enter_context(
+            closing(
+                Model(
+                    found.files[0],
+                    lazy_experts=slotted,
+                    repack=options.repack,
+                    progress=progress,
+                )
+            )
+        )
+        slots = None
+        if slotted:
+            slots = ExpertSlots(
+                found,
+                placed,
+                source=_source(options, found, host),
+                policy=options.policy,
+                upload_threads=options.upload_threads,
+                n_parallel=n_parallel,
+                forget=options.buffers == "two-layer",
+                repack=options.repack,
+                link=parse_link(options.link) if options.link else None,
+            )
+            undo.callback(slots.close)
+        context = Context(
+            model,
+            Shape(
+                n_ctx=options.ctx,
+                n_batch=options.batch,
+                n_ubatch=options.ubatch,
+                n_threads=options.threads or host.cores,
+                n_seq=n_sequences,
+                unified=n_sequences > 1,
+            ),
+        )
+        orchestrator: Orchestrator | NativeLoop | None = None
+        speculation = None
+        if slots is not None:
+            slots.attach(context.handle)
+        if slots is not None and sidecar is not None and mode != "exact":
+            speculation = Speculation(options, found, sidecar, slots)
+        elif slots is not None:
+            predictor = make_predictor(options.predict, found, sidecar)
+            if predictor is not None:
+                orchestrator = _loop(options, slots, predictor, found)
+        undo.pop_all()
+    tier: Tier = "resident" if not slotted else "link" if options.link else "disk-ram"
+    return Opened(
+        model_map=found,
+        placed=placed,
+        model=model,
+        context=context,
+        slots=slots,
+        orchestrator=orchestrator,
+        predictor=options.predict or default_name(sidecar) if orchestrator else "none",
+        tier=tier,
+        load_s=time.perf_counter() - begin,
+        speculation=speculation,
+        mode=mode,
+        quality=quality,
+    )
+
+
+def _loop(
+    options: EngineOptions, slots: ExpertSlots, predictor: Predictor, model: ModelMap
+) -> Orchestrator | NativeLoop:
+    if options.loop == "python":
+        most_used = max(layer.n_expert_used for layer in model.layers)
+        return Orchestrator(slots, predictor, model.n_embd, most_used)
+    if not isinstance(predictor, QuasiHidden):
+        raise OptionError(f"--predict {options.predict} has no native loop; use the Python loop")
+    return NativeLoop(slots, predictor, model.n_embd)
+
+
+def _sidecar(options: EngineOptions, model: ModelMap) -> Sidecar | None:
+    """The one that was named, or the one that lies beside the model. A damaged or foreign one is
+    refused either way: to ignore it silently would be to answer with other figures than asked for."""
+    path = options.sidecar or sidecar_path(model.files[0])
+    return Sidecar.read(path, model) if options.sidecar or path.exists() else None
+
+
+def _source(options: EngineOptions, model: ModelMap, host: machine.Machine) -> str:
+    """How to read experts: through the page cache while it can hold them, around it otherwise."""
+    if options.source != "auto":
+        return options.source
+    return "buffered" if model.total_bytes <= host.available_bytes else "direct"
