@@ -3,8 +3,11 @@
 Takes a `ModelMap` and a `Budget`, gives a `Placement`: pools of slots, staging for prompts, and why.
 Allocates nothing, measures nothing and knows no device; who calls it says how much memory there is.
 
-A pool is one bank per matrix kind whose slots are shared by the layers of the pool. A prompt, which
-wants more experts than a pool holds, streams whole matrices through the staging buffers instead.
+A pool is one bank per matrix kind whose slots are shared by the layers of the pool: all layers of one
+shape, so that a layer whose router repeats itself leaves slots to one whose router does not. (Routing of
+gpt-oss-20b, 25 % of the experts, policy `learned`: 74.7 % hits with one pool, 71.9 % with one for each
+layer, groups of neighbours in between.) A prompt, which wants more experts than a pool holds, streams
+whole matrices through the staging buffers instead.
 """
 
 from __future__ import annotations
@@ -134,12 +137,13 @@ def plan(
     """
     if not model.is_moe:
         return Placement("dense", (), 0, 0, 0, 0, 1.0, 0, "the model has no routed experts")
-    slot_bytes = [layer.expert_bytes for layer in model.layers]
     staging = _staging_bytes(model)
-    floor = _slots_bytes(_shared(model, slot_bytes, 0))
+    least = _pools(model.layers, 0)
+    floor = _slots_bytes(least)
     smallest = min(floor + staging, model.routed_bytes)
 
-    budget_bytes = _resolve(model, budget, available_bytes, reserve_bytes, sum(slot_bytes))
+    spare = sum(pool.slot_bytes for pool in least)
+    budget_bytes = _resolve(model, budget, available_bytes, reserve_bytes, spare)
     if budget_bytes >= model.routed_bytes:
         reason = f"all {format_bytes(model.routed_bytes)} of experts fit"
         return Placement(
@@ -153,7 +157,7 @@ def plan(
     threshold = max(_ROOMY * 2 * staging, floor + 2 * staging)
     buffers = 2 if budget_bytes >= threshold else 1
     usable = budget_bytes if buffers == 2 else min(budget_bytes, threshold - staging)
-    pools, reason = _pools(model, slot_bytes, usable - buffers * staging)
+    pools = _pools(model.layers, usable - buffers * staging)
     return Placement(
         kind="slotted",
         pools=pools,
@@ -163,7 +167,7 @@ def plan(
         used_bytes=_slots_bytes(pools) + buffers * staging,
         residency=sum(p.slots for p in pools) / sum(layer.n_expert for layer in model.layers),
         smallest_bytes=smallest,
-        reason=reason,
+        reason="layers of equal shape share them",
     )
 
 
@@ -175,10 +179,9 @@ def two_layers(model: ModelMap) -> Placement:
     if not model.is_moe:
         raise BudgetError(f"{model.name} has no routed experts, so there is nothing to buffer")
     largest = plan(model, parse_budget("100%"))
-    slot_bytes = [layer.expert_bytes for layer in model.layers]
     pools = tuple(
         Pool(pool.layers, 2 * model.layer(pool.layers[0]).n_expert, pool.slot_bytes)
-        for pool in _shared(model, slot_bytes, 0)
+        for pool in _pools(model.layers, 0)
     )
     staging = _staging_bytes(model)
     used = _slots_bytes(pools) + staging
@@ -200,12 +203,10 @@ def describe(placement: Placement) -> str:
     if placement.kind != "slotted":
         return f"{placement.kind}: {placement.reason}"
     lines = [f"slotted: {placement.residency:.1%} of experts have a slot, {placement.reason}"]
-    for (slots, nbytes), group in groupby(placement.pools, lambda p: (p.slots, p.slot_bytes)):
-        pools = list(group)
-        each = "each " if len(pools) > 1 else "" if len(pools[0].layers) == 1 else "together "
-        numbers = [layer for pool in pools for layer in pool.layers]
-        noun = "layers" if len(numbers) > 1 else "layer"
-        lines.append(f"  {noun} {_ranges(numbers)}: {each}{slots} slots of {format_bytes(nbytes)}")
+    for pool in placement.pools:
+        noun, together = ("layers", "together ") if len(pool.layers) > 1 else ("layer", "")
+        slots = f"{together}{pool.slots} slots of {format_bytes(pool.slot_bytes)}"
+        lines.append(f"  {noun} {_ranges(pool.layers)}: {slots}")
     lines.append(
         f"  prompts: {placement.staging_buffers} x {format_bytes(placement.staging_bytes)} of staging"
     )
@@ -228,66 +229,42 @@ def format_bytes(nbytes: int, *, up: bool = False) -> str:
     return f"{nbytes} B"
 
 
-def _pools(
-    model: ModelMap, slot_bytes: list[int], slot_budget: int
-) -> tuple[tuple[Pool, ...], str]:
-    """Slots of its own for each layer if each gets its k, else slots shared by equal layers."""
-    layers = model.layers
-    needed = sum(layer.n_expert_used * n for layer, n in zip(layers, slot_bytes, strict=True))
-    if needed > slot_budget:
-        pools = _shared(model, slot_bytes, slot_budget)
-        return pools, f"layers share slots, own ones need {format_bytes(needed, up=True)}"
-    own = [layer.index for layer in layers]
-    pools = _fill(layers, own, [layer.n_expert for layer in layers], slot_bytes, slot_budget)
-    return pools, "each layer has slots of its own"
+def _pools(layers: tuple[MoeLayer, ...], slot_budget: int) -> tuple[Pool, ...]:
+    """One pool per kind of layer: each gets the k of its layers, then slots are dealt round by round.
 
-
-def _shared(model: ModelMap, slot_bytes: list[int], slot_budget: int) -> tuple[Pool, ...]:
-    """One pool per shape class, never more slots than the k of its layers add up to."""
-    classes = [layer.shape_class for layer in model.layers]
-    limits = [layer.n_expert_used for layer in model.layers]
-    return _fill(model.layers, classes, limits, slot_bytes, slot_budget)
-
-
-def _fill(
-    layers: tuple[MoeLayer, ...],
-    pool_of: Sequence[Hashable],
-    limits: list[int],
-    slot_bytes: list[int],
-    slot_budget: int,
-) -> tuple[Pool, ...]:
-    """Give each pool the k of its layers, then deal slots round by round, first layers first.
-
-    Layer i belongs to pool `pool_of[i]` and takes part in `limits[i]` rounds. The order of dealing is
-    fixed and ends at the first slot that does not fit, so a larger budget never means fewer slots;
-    less than one slot of the largest layer stays unspent. The k are given whatever the budget.
+    Layers are of one kind if their experts have the same shapes and are equally many. In round r each
+    layer of more than r experts, the first layers first, brings its pool one slot; those that make up
+    the k are there already, whatever the budget: the layer that runs pins so many. The order of dealing
+    is fixed and ends at the first slot that does not fit, so a larger budget never means fewer slots;
+    less than one slot of the largest layer stays unspent.
     """
-    slots: dict[Hashable, int] = {}
-    members: dict[Hashable, list[int]] = {}
-    cost: dict[Hashable, int] = {}
-    for layer, key, nbytes in zip(layers, pool_of, slot_bytes, strict=True):
-        slots[key] = max(slots.get(key, 0), layer.n_expert_used)
-        members.setdefault(key, []).append(layer.index)
-        cost[key] = nbytes
-    left = slot_budget - sum(slots[key] * cost[key] for key in slots)
+    kinds = [(layer.n_expert, layer.shape_class) for layer in layers]
+    members: dict[Hashable, list[MoeLayer]] = {}
+    for layer, kind in zip(layers, kinds, strict=True):
+        members.setdefault(kind, []).append(layer)
+    cost = {kind: group[0].expert_bytes for kind, group in members.items()}
+    slots = {kind: max(layer.n_expert_used for layer in g) for kind, g in members.items()}
+    left = slot_budget - sum(slots[kind] * cost[kind] for kind in slots)
     dealt = dict.fromkeys(slots, 0)
-    for key in (
-        k for r in range(max(limits)) for k, n in zip(pool_of, limits, strict=True) if r < n
-    ):
-        dealt[key] += 1
-        if dealt[key] <= slots[key]:
+    rounds = range(max(n_expert for n_expert, _ in kinds))
+    for kind in (kind for r in rounds for kind in kinds if r < kind[0]):
+        dealt[kind] += 1
+        if dealt[kind] <= slots[kind]:
             continue
-        left -= cost[key]
+        left -= cost[kind]
         if left < 0:
             break
-        slots[key] += 1
-    return tuple(Pool(tuple(members[key]), slots[key], cost[key]) for key in slots)
+        slots[kind] += 1
+    return tuple(
+        Pool(tuple(layer.index for layer in group), slots[kind], cost[kind])
+        for kind, group in members.items()
+    )
 
 
 def _resolve(
     model: ModelMap, budget: Budget, available: int | None, reserve: int, spare: int
 ) -> int:
-    """The budget in bytes; `spare` is what the spare slots of all layers take."""
+    """The budget in bytes; `spare` is what the spare slots of all pools take."""
     if budget.nbytes is not None:
         return budget.nbytes
     if budget.share is not None:
@@ -323,7 +300,7 @@ def _slots_bytes(pools: tuple[Pool, ...]) -> int:
     return sum(pool.slots * pool.slot_bytes for pool in pools)
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges(numbers: Sequence[int]) -> str:
     """`0-3, 7` for 0, 1, 2, 3, 7."""
     runs = [
         [number for _, number in run]

@@ -121,12 +121,11 @@ def load_trace(path: Path) -> Trace:
 
 
 def default_pool(trace: Trace, residency: float) -> Pool | None:
-    """How the engine lays out that many slots (placement.plan); None: too few for one token."""
-    _, n_layers, n_used = trace.ids.shape
-    slots = _slots(trace, residency)
-    if slots < n_used:
-        return None
-    return "layer" if slots >= n_layers * n_used else "shared"
+    """How the engine lays out that many slots (placement.plan); None: it refuses so few.
+
+    A trace does not say which layers are equal in shape: here they all are.
+    """
+    return "shared" if _slots(trace, residency) >= trace.ids.shape[2] else None
 
 
 def deal(slots: int, n_layers: int, pool: Pool) -> tuple[int, ...]:
@@ -147,10 +146,11 @@ def replay(
 ) -> Replay:
     """All policies at all residencies (0 to 1), with slots shared by all layers and per layer.
 
-    The clairvoyant bound takes the experts of a step one after the other, in the trace's order.
-    The share `warm` of the tokens, 0 to below 1, warms the slots; the rest counts. Layouts that leave a
-    layer without a slot have no row. Raises OptionError for an unknown policy, and for a residency
-    outside (0, 1] or too small for one slot.
+    No policy that brings experts when they are asked for hits more of the counted tokens than the
+    clairvoyant one, which keeps what they will ask for soonest. The share `warm` of the tokens, 0 to
+    below 1, warms the slots; the rest counts. Layouts that leave a layer without a slot have no row.
+    Raises OptionError for an unknown policy, and for a residency outside (0, 1] or too small for one
+    slot.
     """
     for policy in policies:
         if policy not in POLICIES:

@@ -394,6 +394,9 @@ int engine::prefetch(int block, const int32_t * experts, int n) {
     slot_table &      table = pools_[layer.pool].table;
     const float       least = least_precision();
     prediction &      guess = predictions_[found->second];
+    for (const int expert : guess.experts) { // its step never came
+        table.judged(layer.pool_layer, expert);
+    }
     guess.experts.clear();
     guess.was_resident.clear();
     for (int rank = 0; rank < n; ++rank) {
@@ -457,6 +460,7 @@ void engine::judge_predictions(const layer_step & step) {
             stats_.predicted_nonresident += 1;
             guess.precision[rank] += precision_step * (float(right) - guess.precision[rank]);
         }
+        pool.table.judged(layer.pool_layer, expert);
         const int slot = pool.table.find(layer.pool_layer, expert);
         if (!right && slot >= 0 && pool.table.at(slot).predicted && pool.table.at(slot).state == slot_state::loading) {
             drop_upload(layer_index, slot);

@@ -61,7 +61,7 @@ private:
 // How often each expert will be asked for, uses to come counting less the later they come. Two parts:
 // the rate of the expert's own uses, and what it was worth to follow the experts that this layer and
 // the layers before it have just used. The second is learned from every step (temporal differences,
-// linear in those experts), starts at nothing, and needs no sequence to begin or end.
+// linear in those experts), starts at a little for the expert itself, and needs no sequence to begin or end.
 class learned_policy : public policy {
 public:
     learned_policy(int n_layers, int n_expert, double half_life);

@@ -12,7 +12,7 @@ slot_table::slot_table(int n_slots, int probation, int n_layers, int n_expert, s
 
 // Among equals, the layer that runs again last goes first: in a shared pool the experts of layers
 // just executed have a whole token to come back, those of the next layers do not.
-int slot_table::victim(int for_layer, bool predicted) const {
+int slot_table::victim(int for_layer, bool predicted, bool spare_awaited) const {
     const bool only_predicted = predicted && predicted_ >= probation_;
     const auto distance       = [&](const slot & s) { return (s.layer - for_layer + n_layers_) % n_layers_; };
     int        best           = -1;
@@ -23,7 +23,7 @@ int slot_table::victim(int for_layer, bool predicted) const {
             return i;
         }
         if (s.state == slot_state::empty || s.state == slot_state::loading || s.pins > 0 ||
-            (only_predicted && !s.predicted)) {
+            (only_predicted && !s.predicted) || (spare_awaited && s.awaited)) {
             continue;
         }
         const double w = order_->worth(s.layer, s.expert);
@@ -36,7 +36,10 @@ int slot_table::victim(int for_layer, bool predicted) const {
 }
 
 std::optional<int> slot_table::claim(int layer, int expert, bool predicted, slot * evicted) {
-    const int index = victim(layer, predicted);
+    int index = victim(layer, predicted, /*spare_awaited*/ true);
+    if (index < 0 && !predicted) {
+        index = victim(layer, predicted, /*spare_awaited*/ false);
+    }
     if (index < 0) {
         return std::nullopt;
     }
@@ -49,6 +52,7 @@ std::optional<int> slot_table::claim(int layer, int expert, bool predicted, slot
     s.layer     = layer;
     s.expert    = expert;
     s.predicted = predicted;
+    s.awaited   = predicted;
     bound_ += 1;
     predicted_ += predicted;
     slot_of_[size_t(layer) * n_expert_ + expert] = index;
@@ -58,6 +62,13 @@ std::optional<int> slot_table::claim(int layer, int expert, bool predicted, slot
 void slot_table::ready(int index) { slots_[index].state = slot_state::ready; }
 
 void slot_table::abandon(int index) { unbind(slots_[index]); }
+
+void slot_table::judged(int layer, int expert) {
+    const int index = find(layer, expert);
+    if (index >= 0) {
+        slots_[index].awaited = false;
+    }
+}
 
 void slot_table::forget_others(int layer) {
     for (slot & s : slots_) {
@@ -80,7 +91,7 @@ void slot_table::use(int layer, int expert) {
     order_->use(layer, expert);
     const int index = find(layer, expert);
     if (index >= 0 && slots_[index].predicted) {
-        slots_[index].predicted = false;
+        slots_[index].predicted = slots_[index].awaited = false;
         predicted_ -= 1;
     }
 }
@@ -97,6 +108,9 @@ std::string slot_table::check() const {
         }
         bound += 1;
         predicted += s.predicted;
+        if (s.awaited && !s.predicted) {
+            return "slot " + std::to_string(i) + " awaits what nobody predicted";
+        }
         if (s.pins < 0) {
             return "slot " + std::to_string(i) + " has " + std::to_string(s.pins) + " pins";
         }

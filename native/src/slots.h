@@ -19,6 +19,7 @@ struct slot {
     int        expert    = -1;
     int        pins      = 0;     // graphs or copies that read or will read it; never evicted above 0
     bool       predicted = false; // brought by a prediction and not asked for since
+    bool       awaited   = false; // of these, the step it was brought for is still to come
 };
 
 class slot_table {
@@ -33,14 +34,19 @@ public:
     int find(int layer, int expert) const { return slot_of_[size_t(layer) * n_expert_ + expert]; }
 
     // A free slot bound to the expert and `loading`; evicts the least worthy ready slot that is not
-    // pinned, for a prediction beyond probation the least worthy unused prediction. nullopt when there
-    // is none. `evicted` (if not null) gets what left.
+    // pinned, for a prediction beyond probation the least worthy unused prediction. What is awaited
+    // leaves only for demand, and only when nothing else can: a predicted expert is seldom a worthy one,
+    // and would be gone before its step came. nullopt when there is none. `evicted` (if not null) gets
+    // what left.
     std::optional<int> claim(int layer, int expert, bool predicted, slot * evicted = nullptr);
 
     // Its bytes have landed.
     void ready(int index);
     // They never will: back to empty.
     void abandon(int index);
+
+    // The step that a prediction was made for has come, or never will.
+    void judged(int layer, int expert);
 
     // Two layers' worth of buffers and no cache: everything leaves that is neither pinned, loading, of
     // this layer, nor an unused prediction.
@@ -59,7 +65,7 @@ public:
     std::string check() const;
 
 private:
-    int  victim(int for_layer, bool predicted) const;
+    int  victim(int for_layer, bool predicted, bool spare_awaited) const;
     void unbind(slot & s);
 
     int                     probation_;

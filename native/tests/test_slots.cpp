@@ -53,13 +53,38 @@ TEST(predictions_displace_each_other_once_probation_is_full) {
     }
     bring(t, 0, 3, /*predicted*/ true);
     CHECK(t.predicted() == 1 && t.find(0, 0) < 0); // the least worthy made room for the first
+    CHECK(!t.claim(0, 4, true).has_value());       // its step is still to come
+    t.judged(0, 3);
     bring(t, 0, 4, true);
     CHECK(t.find(0, 3) < 0 && t.find(0, 1) >= 0 && t.find(0, 2) >= 0);
     t.pin(t.find(0, 4));
     CHECK(!t.claim(0, 5, true).has_value());
     t.unpin(t.find(0, 4));
+    t.judged(0, 4);
     t.use(0, 4); // now it is as warm as any other
     CHECK(t.predicted() == 0 && t.claim(0, 5, true).has_value());
+}
+
+TEST(what_is_awaited_leaves_only_when_nothing_else_can) {
+    slot_table t = table(3, 1, 8, SPO_POLICY_LRU, /*probation*/ 2);
+    for (const int expert : { 0, 1, 2 }) {
+        bring(t, 0, expert);
+        t.step(0);
+        t.use(0, expert);
+    }
+    bring(t, 0, 3, /*predicted*/ true); // never used, so the least worthy of all
+    bring(t, 0, 4);
+    CHECK(t.find(0, 3) >= 0 && t.find(0, 1) < 0);
+    t.pin(t.find(0, 2));
+    t.pin(t.find(0, 4));
+    CHECK(!t.claim(0, 5, true).has_value());
+    CHECK(t.claim(0, 5, false).has_value() && t.find(0, 3) < 0);
+    t.abandon(t.find(0, 5));
+    bring(t, 0, 6, true);
+    t.unpin(t.find(0, 4));
+    t.judged(0, 6); // wrong
+    bring(t, 0, 7);
+    CHECK(t.find(0, 6) < 0 && t.find(0, 4) >= 0 && t.check().empty());
 }
 
 TEST(an_abandoned_upload_leaves_no_trace) {

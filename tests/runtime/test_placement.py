@@ -58,13 +58,16 @@ def nbytes(count: int) -> Budget:
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelMap:
-    """Up to 24 layers of up to three shapes, each with a k of its own."""
-    n_expert = draw(st.integers(1, 12))
+    """Up to 24 layers of up to three shapes and two numbers of experts, each with a k of its own."""
+    counts = draw(st.lists(st.integers(1, 12), min_size=1, max_size=2))
     shapes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     return model_of(
         *(
             moe_layer(
-                index, n_expert, draw(st.integers(1, n_expert)), draw(st.sampled_from(shapes))
+                index,
+                n_expert := draw(st.sampled_from(counts)),
+                draw(st.integers(1, n_expert)),
+                draw(st.sampled_from(shapes)),
             )
             for index in range(1, draw(st.integers(1, 24)) + 1)
         )
@@ -105,7 +108,7 @@ def test_pools_cover_each_layer_once_with_enough_slots(model: ModelMap, share: F
     assert [layer.index for layer in model.layers] == covered
     for pool in placement.pools:
         layers = [model.layer(index) for index in pool.layers]
-        assert 1 == len({layer.shape_class for layer in layers})
+        assert 1 == len({(layer.n_expert, layer.shape_class) for layer in layers})
         assert layers[0].expert_bytes == pool.slot_bytes
         assert max(layer.n_expert_used for layer in layers) <= pool.slots
         assert pool.slots <= sum(layer.n_expert for layer in layers)
@@ -120,18 +123,12 @@ def test_pools_cover_each_layer_once_with_enough_slots(model: ModelMap, share: F
 
 @many
 @given(models(), shares)
-def test_slots_are_shared_only_when_each_layer_cannot_have_its_k(
-    model: ModelMap, share: Fraction
-) -> None:
+def test_layers_that_can_share_slots_do(model: ModelMap, share: Fraction) -> None:
     placement = plan(model, nbytes(budget_between(model, share)))
     assume(placement.kind == "slotted")
-    staging = placement.staging_buffers * placement.staging_bytes
-    own = sum(layer.n_expert_used * layer.expert_bytes for layer in model.layers)
 
-    if any(len(pool.layers) > 1 for pool in placement.pools):
-        assert placement.used_bytes - staging < own
-    if placement.used_bytes - staging >= own:
-        assert all(len(pool.layers) == 1 for pool in placement.pools)
+    kinds = {(layer.n_expert, layer.shape_class) for layer in model.layers}
+    assert len(kinds) == len(placement.pools)
 
 
 @many
@@ -229,34 +226,35 @@ def test_all_experts_stay_resident_when_they_fit(model: ModelMap) -> None:
         assert model.routed_bytes == placement.used_bytes
 
 
-def test_the_first_layers_get_the_remaining_slots() -> None:
+def test_equal_layers_share_all_slots_of_any_budget() -> None:
     model = model_of(*(moe_layer(index, 8, 2) for index in range(4)))
     staging, slot = 8 * 1024, 2 * 1024
 
-    placement = plan(model, nbytes(staging + 14 * slot + slot - 1))
+    for slots in (2, 7, 8, 14, 27):
+        placement = plan(model, nbytes(staging + slots * slot + slot - 1))
 
-    assert [4, 4, 3, 3] == [pool.slots for pool in placement.pools]
-    assert [(0,), (1,), (2,), (3,)] == [pool.layers for pool in placement.pools]
-    assert (1, staging) == (placement.staging_buffers, placement.staging_bytes)
-
-
-def test_layers_share_slots_up_to_the_budget_that_gives_each_its_k() -> None:
-    model = model_of(*(moe_layer(index, 8, 2) for index in range(4)))
-    enough = 8 * 1024 + 4 * 2 * 2 * 1024
-
-    assert [((0, 1, 2, 3), 7)] == [
-        (p.layers, p.slots) for p in plan(model, nbytes(enough - 1)).pools
-    ]
-    assert [2, 2, 2, 2] == [pool.slots for pool in plan(model, nbytes(enough)).pools]
+        assert (Pool((0, 1, 2, 3), slots, slot),) == placement.pools
+        assert (1, staging) == (placement.staging_buffers, placement.staging_bytes)
 
 
-def test_a_small_budget_shares_slots_between_equal_layers() -> None:
-    model = model_of(moe_layer(0, 8, 2), moe_layer(1, 8, 2, rows=3), moe_layer(2, 8, 2))
+def test_layers_that_differ_in_shape_or_number_of_experts_do_not_share() -> None:
+    model = model_of(
+        moe_layer(0, 8, 2), moe_layer(1, 8, 2, rows=3), moe_layer(2, 8, 2), moe_layer(3, 4, 2)
+    )
     staging, slot = 3 * 8 * 1024, 2 * 1024
 
-    placement = plan(model, nbytes(staging + 3 * slot + 2 * 3 * slot))
+    placement = plan(model, nbytes(staging + 3 * slot + 2 * 3 * slot + 2 * slot))
 
-    assert (Pool((0, 2), 3, slot), Pool((1,), 2, 3 * slot)) == placement.pools
+    assert (Pool((0, 2), 3, slot), Pool((1,), 2, 3 * slot), Pool((3,), 2, slot)) == placement.pools
+
+
+def test_each_shape_gets_slots_in_proportion_to_its_layers() -> None:
+    model = model_of(*(moe_layer(index, 32, 2, rows=1 + (index == 0)) for index in range(5)))
+    staging, slot = 2 * 32 * 1024, 2 * 1024
+
+    placement = plan(model, nbytes(staging + 10 * (4 * slot + 2 * slot)))
+
+    assert (Pool((0,), 10, 2 * slot), Pool((1, 2, 3, 4), 40, slot)) == placement.pools
 
 
 def test_a_dense_model_needs_nothing() -> None:
@@ -290,7 +288,7 @@ def test_auto_leaves_room_for_the_other_weights_the_reserve_and_the_spare_slots(
     placement = auto(20 * MIB)
 
     assert "slotted" == placement.kind
-    assert 8 == len(placement.pools)
+    assert LARGE.layers[0].expert_bytes == placement.spare_bytes
     assert 20 * MIB - 10 * MIB - 3 * MIB - placement.spare_bytes == placement.budget_bytes
 
 
@@ -305,8 +303,8 @@ def test_a_placement_is_described_in_a_few_lines() -> None:
     model = model_of(*(moe_layer(index, 8, 2) for index in (0, 1, 3)), moe_layer(4, 8, 2, rows=2))
 
     assert (
-        "slotted: 34.4% of experts have a slot, each layer has slots of its own\n"
-        "  layers 0-1, 3: each 3 slots of 2.0 KiB\n"
+        "slotted: 34.4% of experts have a slot, layers of equal shape share them\n"
+        "  layers 0-1, 3: together 9 slots of 2.0 KiB\n"
         "  layer 4: 2 slots of 4.0 KiB\n"
         "  prompts: 1 x 16.0 KiB of staging\n"
         "  budget: 42.0 KiB of 42.0 KiB used; the smallest that works is 28.0 KiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from speculoe_local.runtime.replay import (
 )
 from speculoe_local.runtime.slots import ExpertSlots
 
+Experts = frozenset[tuple[int, int]]
+
 ONLINE = ("lru", "lfu-decay", "learned")
 
 
@@ -54,30 +56,30 @@ def traces(draw: st.DrawFn, most_tokens: int, most_experts: int, most_used: int 
     return trace_of(ids, n_expert)
 
 
-def most_hits(requests: list[tuple[int, int]], slots: int) -> int:
-    """The best that any choice of what leaves can do, by trying all of them."""
-    best: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
-    for asked in requests:
-        after: dict[frozenset[tuple[int, int]], int] = {}
+def most_hits(steps: list[Experts], slots: int, n_warm: int) -> int:
+    """The best that any choice of what stays after each step can do, by trying all of them."""
+    best: dict[Experts, int] = {frozenset(): 0}
+    for number, asked in enumerate(steps):
+        after: dict[Experts, int] = {}
         for held, hits in best.items():
-            if asked in held:
-                choices = [held]
-            else:
-                choices = [held, *(held - {out} | {asked} for out in held)]
-                choices += [held | {asked}] if len(held) < slots else []
-            for choice in choices:
-                after[choice] = max(after.get(choice, 0), hits + (asked in held))
+            here = held | asked
+            counted = len(held & asked) if number >= n_warm else 0
+            for kept in map(frozenset, combinations(here, min(slots, len(here)))):
+                after[kept] = max(after.get(kept, 0), hits + counted)
         best = after
     return max(best.values())
 
 
-def requests_of(trace: Trace, layers: range) -> list[tuple[int, int]]:
-    tokens, _, n_used = trace.ids.shape
+def steps_of(trace: Trace, layers: range) -> list[Experts]:
+    """(layer, expert) of each token's layers in turn."""
     return [
-        (layer, int(trace.ids[token, layer, i]))
-        for token, layer, i in product(range(tokens), layers, range(n_used))
-        if trace.ids[token, layer, i] >= 0
+        frozenset((layer, expert) for expert in step[layer].tolist() if expert >= 0)
+        for step, layer in product(trace.ids, layers)
     ]
+
+
+def asked_of(trace: Trace, n_warm: int = 0) -> int:
+    return int((trace.ids[n_warm:] >= 0).sum())
 
 
 def rows_of(trace: Trace, residency: float, **more: Any) -> dict[tuple[str, str], Row]:
@@ -86,42 +88,48 @@ def rows_of(trace: Trace, residency: float, **more: Any) -> dict[tuple[str, str]
 
 
 @settings(max_examples=60, deadline=None)
-@given(trace=traces(6, 4), slots=st.integers(1, 8))
-def test_the_clairvoyant_does_what_the_best_of_all_choices_does(trace: Trace, slots: int) -> None:
-    _, n_layers, _ = trace.ids.shape
+@given(trace=traces(6, 4), slots=st.integers(1, 8), warm=st.sampled_from([0.0, 0.5]))
+def test_the_clairvoyant_does_what_the_best_of_all_choices_does(
+    trace: Trace, slots: int, warm: float
+) -> None:
+    tokens, n_layers, _ = trace.ids.shape
     slots = min(slots, n_layers * trace.n_expert)
-    asked = len(requests_of(trace, range(n_layers)))
-    rows = rows_of(trace, slots / (n_layers * trace.n_expert), policies=["clairvoyant"], warm=0.0)
+    n_warm = int(tokens * warm)
+    asked = asked_of(trace, n_warm)
+    rows = rows_of(trace, slots / (n_layers * trace.n_expert), policies=["clairvoyant"], warm=warm)
 
-    shared = most_hits(requests_of(trace, range(n_layers)), slots)
+    shared = most_hits(steps_of(trace, range(n_layers)), slots, n_warm * n_layers)
     assert shared == round(rows["clairvoyant", "shared"].hit_rate * asked)
     sizes = deal(slots, n_layers, "layer")
     if min(sizes) == 0:
         assert ("clairvoyant", "layer") not in rows
     else:
         own = sum(
-            most_hits(requests_of(trace, range(layer, layer + 1)), size)
+            most_hits(steps_of(trace, range(layer, layer + 1)), size, n_warm)
             for layer, size in enumerate(sizes)
         )
         assert own == round(rows["clairvoyant", "layer"].hit_rate * asked)
 
 
 @settings(max_examples=60, deadline=None)
-# One expert a step: the bound takes a step's experts one by one, the engine all at once, and on traces
-# of a few tokens that difference can be a hit.
-@given(trace=traces(40, 8, most_used=1), residency=st.floats(0.2, 1.0))
+@given(
+    trace=traces(40, 8), residency=st.floats(0.2, 1.0), warm=st.sampled_from([0.0, 0.3, 0.5, 0.9])
+)
 def test_no_policy_beats_the_bound_and_uploads_are_the_misses(
-    trace: Trace, residency: float
+    trace: Trace, residency: float, warm: float
 ) -> None:
     tokens, n_layers, _ = trace.ids.shape
-    asked = len(requests_of(trace, range(n_layers)))
+    n_warm = int(tokens * warm)
+    asked = asked_of(trace, n_warm)
     if residency * n_layers * trace.n_expert < 1:
         residency = 1.0
-    rows = rows_of(trace, residency, policies=[*ONLINE, "clairvoyant"], warm=0.0)
+    rows = rows_of(trace, residency, policies=[*ONLINE, "clairvoyant"], warm=warm)
 
     for (_, pool), row in rows.items():
         assert row.hit_rate <= rows["clairvoyant", pool].hit_rate + 1e-12
-        assert asked - round(row.hit_rate * asked) == round(row.uploads_per_token * tokens)
+        assert asked - round(row.hit_rate * asked) == round(
+            row.uploads_per_token * (tokens - n_warm)
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -174,11 +182,11 @@ def test_the_default_is_well_above_lru_at_a_quarter(excerpt: Trace) -> None:
     [chosen] = [row for row in rows.values() if row.default]
 
     assert chosen.hit_rate >= rows["lru", "shared"].hit_rate + 0.07
-    assert chosen.hit_rate >= rows["lru", "layer"].hit_rate + 0.04
+    assert chosen.hit_rate >= rows["lru", "layer"].hit_rate + 0.07
     assert chosen.hit_rate <= rows["clairvoyant", chosen.pool].hit_rate
 
 
-def test_slots_below_one_token_are_shared_and_learned_ones_hit_where_lru_cannot(
+def test_learned_slots_below_one_token_hit_where_lru_cannot(
     excerpt: Trace,
 ) -> None:
     rows = rows_of(excerpt, 0.10)
@@ -213,17 +221,15 @@ def test_the_default_pool_is_what_the_plan_gives() -> None:
         fingerprint="",
     )
     trace = trace_of(np.zeros((1, n_layers, n_used)), n_expert)
-    seen = set()
     for budget in range(
         plan(model, Budget("", share=None, nbytes=nbytes)).smallest_bytes, nbytes, 1024
     ):
         placement = plan(model, Budget(str(budget), nbytes=budget))
         pool = default_pool(trace, placement.residency)
-        seen.add(pool)
 
         assert pool is not None
         assert tuple(p.slots for p in placement.pools) == deal(placement.slots, n_layers, pool)
-    assert {"shared", "layer"} == seen
+    assert placement.residency > 0.5
     assert default_pool(trace, (n_used - 1) / (n_layers * n_expert)) is None
 
 
