@@ -104,6 +104,6 @@ $(STAMPS)/upstream: $(STAMPS)/venv patches/PIN CMakeLists.txt
 # mypy cannot follow the editable install's import hook: give it a tree that looks like the wheel.
 build/typeroot:
 	@mkdir -p $@/speculoe_local
-	@for folder in runtime convert server cli; do ln -sfn ../../../$$folder $@/speculoe_local/$$folder; done
+	@for folder in runtime convert hub server cli; do ln -sfn ../../../$$folder $@/speculoe_local/$$folder; done
 	@printf '__version__: str\n' > $@/speculoe_local/__init__.pyi
 	@touch $@/speculoe_local/py.typed

@@ -14,7 +14,25 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 import speculoe_local
-from speculoe_local.cli import bench, calibrate, chat, doctor, replay, show, trace
+from speculoe_local.cli import (
+    bench,
+    cached,
+    calibrate,
+    chat,
+    doctor,
+    evaluate,
+    pull,
+    replay,
+    serve,
+    show,
+    trace,
+    train_estimator,
+)
+from speculoe_local.cli import convert as convert_command
+from speculoe_local.cli import inspect as inspect_command
+from speculoe_local.cli import quantize as quantize_command
+from speculoe_local.cli import repack as repack_command
+from speculoe_local.cli import upcycle as upcycle_command
 
 __all__ = ["app", "main"]
 
@@ -71,12 +89,25 @@ def _options(
 
 
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
 app.command("calibrate")(calibrate.calibrate)
+app.command("train-estimator")(train_estimator.train_estimator)
 app.command("show")(show.show)
+app.command("pull")(pull.pull)
+app.command("list")(cached.list_)
+app.command("path")(cached.path)
+app.command("verify")(cached.verify)
+app.command("rm")(cached.rm)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
 app.command("trace")(trace.trace)
+app.command("inspect")(inspect_command.inspect)
+app.command("quantize")(quantize_command.quantize)
+app.command("convert")(convert_command.convert)
+app.command("repack")(repack_command.repack)
+app.command("upcycle")(upcycle_command.upcycle)
+app.command("eval")(evaluate.evaluate)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,14 @@ def calibrate(
             help="Where the sidecar goes. Default: MODEL with suffix .speculoe.gguf.",
         ),
     ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Write an importance matrix too, for `quantize --imatrix`.",
+        ),
+    ] = None,
     threads: opt.Threads = None,
     json_: opt.Json = False,
 ) -> None:
@@ -51,6 +60,7 @@ def calibrate(
     from speculoe_local.cli.show import as_json, table
     from speculoe_local.convert.calibrate import calibrate as run
     from speculoe_local.convert.calibrate import partial_path
+    from speculoe_local.convert.texts import read_text
     from speculoe_local.runtime.sidecar import sidecar_path
 
     path = opt.resolve_model(model)
@@ -62,28 +72,41 @@ def calibrate(
         sidecar = run(
             path,
             place,
-            texts=None if not text else [_read(file) for file in text],
+            texts=None if not text else [read_text(file) for file in text],
             tokens=tokens,
             held_out=held_out,
             threads=threads,
             progress=bar.update,
         )
+        if imatrix is not None:
+            _write_imatrix(path, imatrix, text or [], tokens, threads, bar.update)
     seconds = time.monotonic() - began
     if json_:
-        print(json.dumps({**as_json(path, place, sidecar), "seconds": round(seconds, 1)}))
+        found = {**as_json(path, place, sidecar), "seconds": round(seconds, 1)}
+        print(json.dumps(found | ({"imatrix": str(imatrix)} if imatrix else {})))
         return
     print(table(path, place, sidecar))
     note(f"{place} written, {place.stat().st_size} bytes, in {seconds:.0f} s")
 
 
-def _read(file: Path) -> str:
-    from speculoe_local.runtime.errors import OptionError
+def _write_imatrix(
+    model: Path,
+    out: Path,
+    text: list[Path],
+    tokens: int,
+    threads: int | None,
+    progress: Callable[[float], None],
+) -> None:
+    from speculoe_local.convert.calibrate import default_texts
+    from speculoe_local.convert.imatrix import collect, write_imatrix
+    from speculoe_local.convert.texts import read_text
 
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise OptionError(
-            f"--text {str(file)!r} is not UTF-8 at byte {error.start}; give a text file"
-        ) from error
-    except OSError as error:
-        raise OptionError(f"--text {str(file)!r} cannot be read: {error.strerror}") from error
+    found = collect(
+        model,
+        [read_text(file) for file in text] or default_texts(),
+        tokens=tokens,
+        threads=threads,
+        names=[str(file) for file in text] or ["what ships with Python"],
+        progress=progress,
+    )
+    write_imatrix(out, found)

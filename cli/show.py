@@ -1,9 +1,10 @@
-"""`speculoe-local show`: what is known of a model; so far, what is in its sidecar."""
+"""`speculoe-local show`: what is known of a model, and in detail what is in its sidecar."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "show", "table"]
 
-_COLUMNS = ("residual", "quasi-hidden", "ridge", "previous-token", "chance")
+# Predictors in the order of the table, with the heading and width of their recall.
+_COLUMNS = {
+    "residual": ("residual", 9),
+    "quasi-hidden": ("quasi", 7),
+    "ridge": ("ridge", 7),
+    "adapter": ("adapter", 8),
+    "mlp": ("mlp", 7),
+    "previous-token": ("previous", 9),
+    "chance": ("chance", 7),
+}
+_TRAINED = ("adapter", "mlp")
+_TOPS = ("quasi-hidden", "ridge", *_TRAINED)
 _KINDS = ("recall", "precision_top1")
 
 
@@ -35,12 +47,17 @@ def show(
     ] = None,
     json_: opt.Json = False,
 ) -> None:
-    """Show what is known of a model.
+    """Show architecture, experts, sizes by tier, types, template and sidecar of a model.
 
     With --sidecar: how well each layer's experts are predicted, and by what.
     """
-    if not sidecar:
-        raise typer.BadParameter("say what to show: --sidecar")
+    if not sidecar and file is None:
+        from speculoe_local.cli import summary
+
+        place = opt.resolve_model(model)
+        shown = summary.as_json(model or place.stem, place)
+        print(json.dumps(shown) if json_ else summary.text(shown))
+        return
     from speculoe_local.runtime.modelmap import ModelMap
     from speculoe_local.runtime.sidecar import Sidecar, sidecar_path
 
@@ -64,6 +81,7 @@ def as_json(model: Path, place: Path, sidecar: Sidecar) -> dict[str, Any]:
             "held_out": sidecar.held_out,
         },
         "means": _means(sidecar),
+        "training": None if sidecar.training is None else asdict(sidecar.training),
         "layers": [
             {
                 "block": layer.block,
@@ -86,46 +104,73 @@ def as_json(model: Path, place: Path, sidecar: Sidecar) -> dict[str, Any]:
 
 def table(model: Path, place: Path, sidecar: Sidecar) -> str:
     """Layers as rows: recall of each predictor, precision of the most certain expert, strategy."""
+    columns = _columns(sidecar)
     lines = [
         f"{place.name}: calibrated for {model.name} on {sidecar.tokens} tokens, "
         f"measured on {sidecar.held_out} others",
         "recall: share of a layer's true experts that are predicted from the layer before; "
         "top: how often the most certain one is right",
         "",
-        f"{'layer':>5} {'residual':>9} {'quasi':>7} {'ridge':>7} {'previous':>9} {'chance':>7} "
-        f"{'quasi top':>10} {'ridge top':>10} {'seen':>9}  strategy",
+        f"{'layer':>5} "
+        + " ".join(f"{_COLUMNS[who][0]:>{_COLUMNS[who][1]}}" for who in columns)
+        + "".join(f" {_COLUMNS[who][0] + ' top':>11}" for who in _TOPS if who in columns)
+        + f" {'seen':>9}  strategy",
     ]
+    if (training := sidecar.training) is not None:
+        lines[1:1] = [
+            f"estimators trained on {training.tokens} tokens, stopped by {training.validation}; all "
+            f"predictors measured on {training.held_out} others"
+        ]
     for layer in sidecar.layers:
         precision = layer.precision_top1
         seen = f"{int(layer.seen.sum())}/{len(layer.seen)}"
         lines.append(
-            _row(str(layer.block), layer.recall, precision)
+            _row(str(layer.block), columns, layer.recall, precision)
             + f" {seen:>9}  {layer.strategy}"
             + (f" ({layer.reason})" if layer.reason else "")
         )
     n_predicted = sum(layer.predictable for layer in sidecar.layers)
     if n_predicted:
         means = _means(sidecar)
-        row = _row("mean", means["recall"], means["precision_top1"])
+        row = _row("mean", columns, means["recall"], means["precision_top1"])
         lines.append(f"{row} {'':>9}  over {n_predicted} predicted layers")
+        if "strategy" in means["recall"]:
+            lines.append(
+                f"with each layer's strategy: recall {means['recall']['strategy']:.3f}, "
+                f"top {means['precision_top1']['strategy']:.3f}"
+            )
     else:
         lines.append("no layer of this model can be predicted")
     return "\n".join(lines)
 
 
 def _means(sidecar: Sidecar) -> dict[str, dict[str, float]]:
-    return {
+    """Means over the predicted layers; of a trained sidecar also of what each layer's strategy is."""
+    means = {
         kind: {
             who: round(mean, 4) for who in _COLUMNS if (mean := sidecar.mean(kind, who)) is not None
         }
         for kind in _KINDS
     }
+    used = [layer for layer in sidecar.layers if layer.predictable and layer.strategy != "none"]
+    if sidecar.training is not None and used:
+        for kind in _KINDS:
+            rates = [getattr(layer, kind)[layer.strategy] for layer in used]
+            means[kind]["strategy"] = round(sum(rates) / len(rates), 4)
+    return means
 
 
-def _row(label: str, recall: Mapping[str, float], precision: Mapping[str, float]) -> str:
-    widths = (9, 7, 7, 9, 7)
-    cells = [_rate(recall, who, width) for who, width in zip(_COLUMNS, widths, strict=True)]
-    cells += [_rate(precision, who, 10) for who in ("quasi-hidden", "ridge")]
+def _columns(sidecar: Sidecar) -> list[str]:
+    """The predictors to show: those of training only where something was trained."""
+    trained = {who for layer in sidecar.layers for who in _TRAINED if who in layer.recall}
+    return [who for who in _COLUMNS if who not in _TRAINED or who in trained]
+
+
+def _row(
+    label: str, columns: list[str], recall: Mapping[str, float], precision: Mapping[str, float]
+) -> str:
+    cells = [_rate(recall, who, _COLUMNS[who][1]) for who in columns]
+    cells += [_rate(precision, who, 11) for who in _TOPS if who in columns]
     return f"{label:>5} " + " ".join(cells)
 
 

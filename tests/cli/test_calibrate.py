@@ -90,7 +90,6 @@ def test_another_place_can_be_named(program, moe, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["show", "{moe}"], 2, "--sidecar"),
         (["show", "--sidecar", "{moe}"], 1, "does not exist; run `speculoe-local calibrate`"),
         (["calibrate", "{moe}", "--text", "{moe}"], 2, "is not UTF-8"),
         (["calibrate", "{moe}", "--text", "/nowhere/text"], 2, "No such file"),

@@ -117,7 +117,7 @@ def test_a_model_that_is_missing_or_damaged_is_one_line_and_code_1(run, tmp_path
     broken = run("-p", "hi", model=damaged)
 
     assert (1, b"", 1) == (missing.returncode, missing.stdout, missing.stderr.count(b"\n"))
-    assert missing.stderr.startswith(b"error: model 'owner/repo:Q4_K_M' does not exist")
+    assert missing.stderr.startswith(b"error: owner/repo:Q4_K_M is not in the cache")
     assert (1, b"", 1) == (broken.returncode, broken.stdout, broken.stderr.count(b"\n"))
     assert b"is no GGUF file" in broken.stderr
 
