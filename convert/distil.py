@@ -121,7 +121,7 @@ def distil(
         loss.backward()
         optimiser.step()
         if progress is not None:
-            progress(step + 1, float(loss))
+            progress(step + 1, float(loss.detach()))
     return student.trained()
 
 

@@ -159,7 +159,7 @@ def write_gguf(
     Raises ModelError when a tensor's bytes do not have the length that its shape promises.
     """
     listed = list(tensors)
-    header, total = _header(metadata, listed), sum(_aligned(t.n_bytes) for t in listed)
+    header, total = header_bytes(metadata, listed), sum(_aligned(t.n_bytes) for t in listed)
     out.write(header)
     done = 0
     for tensor in listed:
@@ -179,10 +179,14 @@ def write_gguf(
 def gguf_size(metadata: dict[str, RawValue], tensors: Iterable[NewTensor]) -> int:
     """Size in bytes of the file that `write_gguf` would write; makes no tensor."""
     listed = list(tensors)
-    return len(_header(metadata, listed)) + sum(_aligned(t.n_bytes) for t in listed)
+    return len(header_bytes(metadata, listed)) + sum(_aligned(t.n_bytes) for t in listed)
 
 
-def _header(metadata: dict[str, RawValue], tensors: list[NewTensor]) -> bytes:
+def header_bytes(
+    metadata: dict[str, RawValue], tensors: list[NewTensor], alignment: int = ALIGNMENT
+) -> bytes:
+    """Everything before the first tensor, filled up to `alignment`, which `metadata` must name unless
+    it is the default."""
     head = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, value in metadata.items():
         head += [text(key).encoded, struct.pack("<I", value.kind), value.encoded]
@@ -190,13 +194,13 @@ def _header(metadata: dict[str, RawValue], tensors: list[NewTensor]) -> bytes:
     for tensor in tensors:
         dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
         head += [text(tensor.name).encoded, dims, struct.pack("<IQ", tensor.kind, offset)]
-        offset += _aligned(tensor.n_bytes)
+        offset += _aligned(tensor.n_bytes, alignment)
     joined = b"".join(head)
-    return joined.ljust(_aligned(len(joined)), b"\0")
+    return joined.ljust(_aligned(len(joined), alignment), b"\0")
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _aligned(size: int, alignment: int = ALIGNMENT) -> int:
+    return -(-size // alignment) * alignment
 
 
 def _row_bytes(n: int, kind: GGMLQuantizationType) -> int:

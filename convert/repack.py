@@ -1,8 +1,8 @@
 """Dense GGUF + split -> MoE GGUF. Rows are moved; only the down projections are requantised.
 
-Knows the tensor names of `llama` and `bailingmoe`, the architecture that fits as it is: llama-style
-attention, an always-on shared expert beside the routed ones, softmax gates renormalised over the
-top k.
+Knows tensor names and the two architectures that fit as they are, with an always-on shared expert
+beside the routed ones and softmax gates renormalised over the top k: `bailingmoe` rotates neighbours as
+`llama` does, `glm4moe` halves as `qwen2` and `qwen3` do, with their biases and head norms.
 Knows nothing about how a split is found.
 """
 
@@ -24,6 +24,8 @@ from speculoe_local.convert.split import REPACK_VERSION, Split
 from speculoe_local.runtime.errors import ModelError
 
 ARCHITECTURE = "bailingmoe"
+TARGETS = {"llama": ARCHITECTURE, "qwen2": "glm4moe", "qwen3": "glm4moe"}
+_SOFTMAX = 1  # llama_expert_gating_func_type; glm4moe's own is the sigmoid
 _Q8_BLOCK = 32
 
 
@@ -35,8 +37,8 @@ def repack(
 ) -> int:
     """Write the MoE GGUF made of `dense` and `split` to `out`; returns its size in bytes.
 
-    A path appears when it is whole. `progress` gets the share done, 0 to 1. Raises ModelError when `dense` is not a GGUF of the llama
-    architecture and of the split's shape.
+    A path appears when it is whole. `progress` gets the share done, 0 to 1. Raises ModelError when
+    `dense` is not a GGUF of one of TARGETS' architectures and of the split's shape.
     """
     source = raw.read_gguf(dense) if isinstance(dense, Path) else dense
     metadata, tensors = moe_metadata(source, split), moe_tensors(source, split)
@@ -49,13 +51,14 @@ def repack(
 def check_fit(dense: raw.RawGguf, split: Split) -> None:
     """Raise ModelError unless `split` was made for a model of `dense`'s architecture and shape."""
     arch = dense.value("general.architecture")
-    if arch != "llama":
+    if arch not in TARGETS:
         raise ModelError(
-            f"{dense.path}: architecture {arch} cannot be upcycled; give a dense llama one"
+            f"{dense.path}: architecture {arch} cannot be upcycled; give a dense model of "
+            f"{', '.join(TARGETS)}"
         )
     want = (split.n_layers, split.n_embd, split.n_neurons)
-    keys = ("llama.block_count", "llama.embedding_length", "llama.feed_forward_length")
-    have = tuple(int(dense.value(key)) for key in keys)
+    keys = ("block_count", "embedding_length", "feed_forward_length")
+    have = tuple(int(dense.value(f"{arch}.{key}")) for key in keys)
     if want != have:
         raise ModelError(
             f"{dense.path}: layers, width, neurons are {have}, the split is for {want};"
@@ -63,7 +66,7 @@ def check_fit(dense: raw.RawGguf, split: Split) -> None:
         )
     if split.n_shared == 0 or split.n_shared % split.expert_width:
         raise ModelError(
-            f"split: {split.n_shared} shared neurons, {ARCHITECTURE} needs a positive multiple of the"
+            f"split: {split.n_shared} shared neurons, {TARGETS[arch]} needs a positive multiple of the"
             f" expert width {split.expert_width}; choose another shape"
         )
 
@@ -71,25 +74,31 @@ def check_fit(dense: raw.RawGguf, split: Split) -> None:
 def moe_metadata(dense: raw.RawGguf, split: Split) -> dict[str, raw.RawValue]:
     """Metadata of the MoE file: the dense model's (tokenizer, chat template, licence) and more."""
     check_fit(dense, split)
+    source = dense.value("general.architecture")
+    target = TARGETS[source]
     moved: dict[str, raw.RawValue] = {}
     for key, value in dense.metadata.items():
         # An alignment of the dense file says nothing about this one, which uses the default.
         if key != "general.alignment" and not key.startswith("split."):
-            moved[ARCHITECTURE + key[5:] if key.startswith("llama.") else key] = value
+            moved[target + key.removeprefix(source) if key.startswith(f"{source}.") else key] = (
+                value
+            )
     title = dense.metadata.get("general.name")
     label = title.scalar() if title is not None else dense.path.stem
     moved |= {
-        "general.architecture": raw.text(ARCHITECTURE),
+        "general.architecture": raw.text(target),
         "general.name": raw.text(f"{label} upcycled to {split.n_experts} experts"),
-        f"{ARCHITECTURE}.expert_count": raw.u32(split.n_experts),
-        f"{ARCHITECTURE}.expert_used_count": raw.u32(split.used),
-        f"{ARCHITECTURE}.expert_feed_forward_length": raw.u32(split.expert_width),
-        f"{ARCHITECTURE}.expert_shared_count": raw.u32(split.n_shared // split.expert_width),
-        f"{ARCHITECTURE}.expert_weights_norm": raw.boolean(True),
-        f"{ARCHITECTURE}.expert_weights_scale": raw.f32(1.0),
-        f"{ARCHITECTURE}.leading_dense_block_count": raw.u32(0),
+        f"{target}.expert_count": raw.u32(split.n_experts),
+        f"{target}.expert_used_count": raw.u32(split.used),
+        f"{target}.expert_feed_forward_length": raw.u32(split.expert_width),
+        f"{target}.expert_shared_count": raw.u32(split.n_shared // split.expert_width),
+        f"{target}.expert_weights_norm": raw.boolean(True),
+        f"{target}.expert_weights_scale": raw.f32(1.0),
+        f"{target}.leading_dense_block_count": raw.u32(0),
         "speculoe.upcycle.version": raw.u32(REPACK_VERSION),
     }
+    if target != ARCHITECTURE:
+        moved[f"{target}.expert_gating_func"] = raw.u32(_SOFTMAX)
     for key, note in sorted(split.provenance.items()):
         moved[f"speculoe.upcycle.{key}"] = raw.text(note)
     return moved
@@ -98,6 +107,7 @@ def moe_metadata(dense: raw.RawGguf, split: Split) -> dict[str, raw.RawValue]:
 def moe_tensors(dense: raw.RawGguf, split: Split) -> list[raw.NewTensor]:
     """Tensors of the MoE file, in the dense file's order; each is made when it is written."""
     check_fit(dense, split)
+    plain = TARGETS[dense.value("general.architecture")] == ARCHITECTURE
     made: list[raw.NewTensor] = []
     for name, tensor in dense.tensors.items():
         layer, _, part = name.removeprefix("blk.").partition(".")
@@ -106,6 +116,11 @@ def moe_tensors(dense: raw.RawGguf, split: Split) -> list[raw.NewTensor]:
         elif part == "ffn_down.weight":
             made += _column_split(tensor, int(layer), split)
             made.append(_router(int(layer), split))
+            if not plain:
+                made.append(_no_selection_bias(int(layer), split))
+        elif part == "ffn_norm.weight" and not plain:
+            name = f"blk.{layer}.post_attention_norm.weight"
+            made.append(raw.NewTensor(name, tensor.shape, tensor.kind, partial(_same, tensor)))
         else:
             made.append(raw.NewTensor(name, tensor.shape, tensor.kind, partial(_same, tensor)))
     if "output.weight" not in dense.tensors:
@@ -177,6 +192,16 @@ def _router(layer: int, split: Split) -> raw.NewTensor:
     shape = (split.n_embd, split.n_experts)
     return raw.NewTensor(
         f"blk.{layer}.ffn_gate_inp.weight", shape, Kind.F32, lambda: split.router[layer]
+    )
+
+
+def _no_selection_bias(layer: int, split: Split) -> raw.NewTensor:
+    """glm4moe demands one; zero changes no pick."""
+    return raw.NewTensor(
+        f"blk.{layer}.exp_probs_b.bias",
+        (split.n_experts,),
+        Kind.F32,
+        lambda: np.zeros(split.n_experts, np.float32),
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speculoe_local.convert.selftext import self_text
+from speculoe_local.runtime.errors import OptionError
 
 # Modules whose docstrings are prose about many subjects, not lists of signatures.
 _DOCUMENTED = (
@@ -60,6 +61,18 @@ def python_docstrings() -> Source:
                     parts.append(inspect.getdoc(member) or "")
         documents.append("\n\n".join(part for part in parts if len(part) > 80))
     return Source("standard library docstrings", "PSF-2.0", tuple(documents))
+
+
+def read_text(file: Path, option: str = "--text") -> str:
+    """The UTF-8 text in `file`; raises OptionError, naming `option`, when it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{option} {str(file)!r} is not UTF-8 at byte {error.start}; give a text file"
+        ) from error
+    except OSError as error:
+        raise OptionError(f"{option} {str(file)!r} cannot be read: {error.strerror}") from error
 
 
 def model_text(

@@ -55,8 +55,9 @@ def analyse(
     """Find how `dense` is best taken apart on the texts of `sources`, and write the split to `out`.
 
     Takes tens of minutes on two cores; needs the extra `train`. `progress` gets the stage's name and the
-    share of it that is done. Raises ModelError when `dense` is no llama-architecture GGUF, OptionError
-    when torch is missing, the shape does not fit or the texts are too short.
+    share of it that is done; 0 `steps` train nothing. Raises ModelError when `dense` is not of
+    `dense_torch.ARCHITECTURES`, OptionError when torch is missing, the shape does not fit or the texts
+    are too short.
     """
     torch = _torch()
     from speculoe_local.convert import dense_torch, distil, observe
@@ -87,6 +88,8 @@ def analyse(
     split = _assemble(parts, shape, _provenance(dense, sources, shape, steps))
     del seen
     _keep(split, out)  # so that an interrupted distillation leaves a split that works
+    if steps == 0:
+        return split
     split = distil.distil(
         model,
         split,

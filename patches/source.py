@@ -3,6 +3,7 @@
     source.py prepare DEST [--unpatched]   clean pin (+ series) -> DEST, touching only files that changed
     source.py digest                       one line that changes when pin or patches do
     source.py describe                     pin, digest and patches as JSON; CMake fills in the build type
+    source.py converter OUT.zip            llama.cpp's Hugging Face converter, which `convert` runs
     source.py checkout DEST                a git repository: the pin, then one commit per patch
     source.py refresh DEST                 that repository's commits -> patches/*.patch and series
     source.py check                        the series is whole, within budget, and applies to the pin
@@ -25,6 +26,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -32,6 +35,14 @@ MAX_PATCHES, MAX_LINES = 5, 300
 TRAILERS = ("Why", "Reason", "Upstream", "Remove-when", "Hook", "Test")
 # What a build of the libraries reads; the rest of the archive (tests, models, UI) stays packed.
 PARTS = ("CMakeLists.txt", "LICENSE", "cmake", "ggml", "include", "src", "vendor")
+# What its converter reads. The `gguf` package beside it knows architectures that no release does yet.
+CONVERTER = (
+    "LICENSE",
+    "convert_hf_to_gguf.py",
+    "conversion/",
+    "gguf-py/gguf/",
+    "models/templates/",
+)
 FORMAT_PATCH = [
     "-c",
     "diff.renames=true",
@@ -129,6 +140,37 @@ def unpack(into: Path) -> None:
             if inner.split("/")[0] in PARTS and (member.isfile() or member.isdir()):
                 member.name = inner
                 tar.extract(member, into, set_attrs=False)
+
+
+def converter(dest: Path) -> str:
+    """llama.cpp's converter as one file `dest`, which the libraries' folder can carry."""
+    wanted = f"{read_pin()['sha256']} {' '.join(CONVERTER)}".encode()
+    if dest.exists() and zipfile.ZipFile(dest).comment == wanted:
+        return f"{dest}: as it was"
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    fresh = dest.with_name(f".{dest.name}.{os.getpid()}")
+    with zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as out:
+        for name, content in sorted(converter_files()):
+            out.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+        out.comment = wanted
+    os.replace(fresh, dest)
+    return f"{dest}: {dest.stat().st_size} bytes"
+
+
+def converter_files() -> Iterator[tuple[str, bytes]]:
+    given = os.environ.get("SPECULOE_LLAMA_SOURCE")
+    if given and (Path(given) / "src" / "llama-graph.cpp").exists():
+        for path in Path(given).rglob("*"):
+            name = path.relative_to(given).as_posix()
+            if name.startswith(CONVERTER) and path.is_file() and "__pycache__" not in name:
+                yield name, path.read_bytes()
+        return
+    with tarfile.open(archive()) as tar:
+        for member in tar:
+            _, _, name = member.name.partition("/vendor/llama.cpp/")
+            file = tar.extractfile(member) if name.startswith(CONVERTER) else None
+            if file is not None:
+                yield name, file.read()
 
 
 def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
@@ -243,6 +285,7 @@ def main() -> int:
     commands.add_parser("digest")
     commands.add_parser("describe")
     commands.add_parser("archive")
+    commands.add_parser("converter").add_argument("dest", type=Path)
     commands.add_parser("check")
     options = parser.parse_args()
     try:
@@ -252,6 +295,8 @@ def main() -> int:
             checkout(options.dest.resolve())
         elif options.command == "refresh":
             refresh(options.dest.resolve())
+        elif options.command == "converter":
+            print(converter(options.dest.resolve()))
         else:
             print(
                 {"digest": digest, "describe": describe, "archive": archive, "check": check}[

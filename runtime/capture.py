@@ -19,7 +19,16 @@ from speculoe_local.runtime.errors import BackendError, ModelError
 from speculoe_local.runtime.lib import llama_library, log
 from speculoe_local.runtime.llama import Context
 
-__all__ = ["Capture", "LayerRecord"]
+__all__ = [
+    "Capture",
+    "LayerRecord",
+    "node_name",
+    "node_op",
+    "node_shape",
+    "node_source",
+    "read_floats",
+    "read_ids",
+]
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
@@ -209,6 +218,39 @@ class _Node(ctypes.Structure):
         ("flags", ctypes.c_int32),
         ("src", ctypes.c_void_p * 10),
     ]
+
+
+def node_name(tensor: int) -> str:
+    """The name of a graph's node or weight, by its address."""
+    return str(_name(tensor).decode("utf-8", "replace"))
+
+
+def node_op(tensor: int) -> str:
+    """What a node does, such as MUL_MAT_ID."""
+    return str(_op_desc(tensor).decode("utf-8", "replace"))
+
+
+def node_source(tensor: int, index: int) -> int | None:
+    """The address of what a node reads as its source number `index`."""
+    address: int | None = _Node.from_address(tensor).src[index]
+    return address
+
+
+def node_shape(tensor: int) -> tuple[int, int, int, int]:
+    """Extents as ggml orders them, the fastest first."""
+    ne0, ne1, ne2, ne3 = _Node.from_address(tensor).ne
+    return ne0, ne1, ne2, ne3
+
+
+def read_floats(tensor: int) -> Floats:
+    """A float32 tensor [ne2, ne1, ne0]; BackendError for another type or a fourth dimension."""
+    array: Floats = _read(tensor, np.float32)
+    return array.reshape(node_shape(tensor)[2::-1])
+
+
+def read_ids(tensor: int) -> Ids:
+    """An int32 tensor [ne1, ne0], such as the experts picked; BackendError for another type."""
+    return _read(tensor, np.int32)
 
 
 def _residual(tensor: int | None) -> Floats | None:

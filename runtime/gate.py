@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speculoe_local.runtime.errors import ModelError
+from speculoe_local.runtime.mlp import Mlp
 from speculoe_local.runtime.ranking import top_k
 from speculoe_local.runtime.routers import Gating, Selection
 
@@ -45,6 +46,7 @@ class Gate:
     `router` [n_expert, n_embd]; `norm` [n_embd] weighs the RMS norm, `norm_bias` is added to it;
     `bias` [n_expert] is added to logits, `selection_bias` [n_expert] to the probabilities that
     rank. Only the best `group_used` of `groups` equal runs of experts are looked at (0: of all).
+    With an `mlp`, logits are its own instead of `router`'s product, or both added; all else stays.
     """
 
     router: Floats
@@ -60,6 +62,7 @@ class Gate:
     group_used: int = 0
     norm_weights: bool = False
     scale: float = 1.0
+    mlp: Mlp | None = None
 
     def __post_init__(self) -> None:
         """Raises ModelError when shapes or counts do not fit together, or a bias is not finite."""
@@ -79,6 +82,13 @@ class Gate:
         if not 1 <= self.n_used <= self.n_expert:
             raise ModelError(
                 f"a router uses {self.n_used} of {self.n_expert} experts; convert it again"
+            )
+        if self.mlp is not None and (
+            self.mlp.shared.n_embd != self.n_embd or self.mlp.shared.n_expert < self.n_expert
+        ):
+            raise ModelError(
+                f"an estimator maps {self.mlp.shared.n_embd} inputs to {self.mlp.shared.n_expert} experts, "
+                f"a router {self.n_embd} to {self.n_expert}; train it again"
             )
         if self.groups > 1 and not (
             self.n_expert % self.groups == 0
@@ -104,13 +114,21 @@ class Gate:
         x: Floats = r * (np.float32(1) / np.sqrt(mean + np.float32(self.eps))) * self.norm
         return x if self.norm_bias is None else x + self.norm_bias
 
+    def logits(self, x: Floats) -> Floats:
+        """Logits float32 [n, n_expert] of normed inputs `x` float32 [n, n_embd], before any bias."""
+        if self.mlp is None:
+            product: Floats = x @ self.router.T
+            return product
+        estimated = self.mlp.logits(x, self.n_expert)
+        return estimated + x @ self.router.T if self.mlp.adds else estimated
+
     def route(self, x: Floats, n_ids: int | None = None) -> Routing:
         """Route normed inputs `x` float32 [n, n_embd]; `n_ids` from n_used (default) to n_expert.
 
         Raises ModelError when logits are not finite, ValueError for another `n_ids`.
         """
         n_ids = self.ids_wanted(n_ids)
-        logits: Floats = x @ self.router.T
+        logits = self.logits(x)
         if self.bias is not None:
             logits = logits + self.bias
         if not np.isfinite(logits).all():

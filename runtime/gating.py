@@ -19,6 +19,7 @@ from speculoe_local.runtime import native
 from speculoe_local.runtime.errors import BackendError, ModelError
 from speculoe_local.runtime.gate import Gate, Routing
 from speculoe_local.runtime.header import TensorInfo, shown, type_name
+from speculoe_local.runtime.mlp import MATRICES, VECTORS, Mlp
 from speculoe_local.runtime.modelmap import ModelMap, MoeLayer
 from speculoe_local.runtime.routers import RULES, UNPREDICTABLE, Gating, Rule, Selection
 
@@ -74,6 +75,9 @@ class NativeGate:
             n_groups_used=gate.group_used,
             norm_weights=int(gate.norm_weights),
         )
+        if gate.mlp is not None:
+            self._mlp = _network(gate.mlp, self._kept)
+            self.params.mlp = ctypes.pointer(self._mlp)
         error = ctypes.create_string_buffer(256)
         handle = ctypes.c_void_p()
         status = native.functions.spo_gate_new(
@@ -277,6 +281,20 @@ def _floats(tensor: TensorInfo) -> Floats:
     rows = raw.reshape(math.prod(tensor.shape[1:]), -1)
     floats = quants.dequantize(rows, GGMLQuantizationType(tensor.ggml_type))
     return np.ascontiguousarray(floats, np.float32).reshape(tensor.shape[::-1])
+
+
+def _network(mlp: Mlp, kept: dict[str, Floats | None]) -> native.GateMlp:
+    """The network's parameters; its arrays, borrowed by them, go to `kept`."""
+    arrays = {name: getattr(mlp.shared, name) for name in (*MATRICES, *VECTORS)}
+    for name, array in (arrays | {"embedding": mlp.embedding}).items():
+        kept[f"mlp.{name}"] = np.ascontiguousarray(array, np.float32)
+    return native.GateMlp(
+        **{name: _pointer(kept[f"mlp.{name}"]) for name in (*arrays, "embedding")},
+        width=mlp.shared.width,
+        hidden=mlp.shared.hidden,
+        scale=mlp.scale,
+        adds=int(mlp.adds),
+    )
 
 
 def _pointer(array: Floats | None) -> ctypes.c_void_p:

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 from speculoe_local.runtime.errors import BackendError
 
-__all__ = ["Log", "library_folder", "llama", "llama_library", "log", "speculoe_library"]
+__all__ = ["Log", "SUFFIX", "library_folder", "llama", "llama_library", "log", "speculoe_library"]
 
-_SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _OWN_SYMBOLS = getattr(os, "RTLD_DEEPBIND", 0)
 _logger = logging.getLogger("speculoe_local.llama")
 
@@ -37,9 +37,9 @@ def library_folder() -> Path:
         # An editable install has two places for one package: the repository and site-packages.
         folders = [Path(p) / "lib" for p in sys.modules[__package__].__path__]
     for folder in folders:
-        if (folder / f"libllama{_SUFFIX}").exists():
+        if (folder / f"libllama{SUFFIX}").exists():
             return folder
-    raise BackendError(f"no libllama{_SUFFIX} in {folders[0]}; run `make setup` to build it")
+    raise BackendError(f"no libllama{SUFFIX} in {folders[0]}; run `make setup` to build it")
 
 
 class Log:
@@ -80,14 +80,14 @@ def _load() -> tuple[ModuleType, ctypes.CDLL, ctypes.CDLL, Log]:
     if "llama_cpp" not in sys.modules:
         # Opened here first so that a llama.cpp which someone loaded globally does not lend its symbols
         # to ours; the bindings then get this one, by its path.
-        ctypes.CDLL(str(folder / f"libllama{_SUFFIX}"), mode=_OWN_SYMBOLS)
+        ctypes.CDLL(str(folder / f"libllama{SUFFIX}"), mode=_OWN_SYMBOLS)
     module = importlib.import_module("llama_cpp.llama_cpp")
     loaded: ctypes.CDLL = module._lib
     if Path(loaded._name).parent.resolve() != folder.resolve():
         raise BackendError(
             f"llama_cpp already uses {loaded._name}; import speculoe_local.runtime before llama_cpp"
         )
-    speculoe = ctypes.CDLL(str(folder / f"libspeculoe{_SUFFIX}"), mode=_OWN_SYMBOLS)
+    speculoe = ctypes.CDLL(str(folder / f"libspeculoe{SUFFIX}"), mode=_OWN_SYMBOLS)
     kept = Log()
     kept.callback = module.llama_log_callback(kept)  # type: ignore[attr-defined]  # must outlive C
     module.llama_log_set(kept.callback, None)  # type: ignore[attr-defined]

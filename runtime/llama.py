@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from speculoe_local.runtime.devices import Device
 from speculoe_local.runtime.errors import BackendError, ModelError
 from speculoe_local.runtime.lib import llama, log
+from speculoe_local.runtime.vocabulary import Fim, Vocabulary
 
 __all__ = ["Context", "Fim", "Model", "Vocabulary"]
 
 # Expert weights that slots serve: mapped but never touched (patches/llama-lazy-override.patch).
 _EXPERT_TENSORS = rb"blk\.[0-9]+\.ffn_(up|gate|down|gate_up)_exps\.weight"
+_ALL_LAYERS = 1 << 20
 _LOAD_WHOLE = 0  # LLAMA_LOAD_MODE_NONE: read into memory of our own, safe from a file that shrinks
 
 
@@ -30,80 +33,6 @@ class _BuftOverride(ctypes.Structure):
     """llama_model_tensor_buft_override; a null buffer type asks for lazy reading."""
 
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
-
-
-_FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
-
-
-@dataclass(frozen=True, slots=True)
-class Fim:
-    """Tokens of fill-in-the-middle; -1 where the vocabulary has none."""
-
-    prefix: int
-    suffix: int
-    middle: int
-    pad: int
-    repository: int
-    separator: int
-
-    @property
-    def complete(self) -> bool:
-        """Whether a middle can be asked for at all."""
-        return min(self.prefix, self.suffix, self.middle) >= 0
-
-
-class Vocabulary:
-    """Text to tokens and back. Any thread may use it while the model lives."""
-
-    def __init__(self, model: Any) -> None:
-        self._vocab = llama.llama_model_get_vocab(model)
-        self.size: int = llama.llama_vocab_n_tokens(self._vocab)
-        self.bos: int = llama.llama_vocab_bos(self._vocab)
-        self.eos: int = llama.llama_vocab_eos(self._vocab)
-        self.adds_bos: bool = llama.llama_vocab_get_add_bos(self._vocab)
-        self.fim = Fim(*(getattr(llama, f"llama_vocab_fim_{n}")(self._vocab) for n in _FIM))
-
-    @property
-    def handle(self) -> Any:
-        """The llama_vocab, for samplers; alive as long as the model."""
-        return self._vocab
-
-    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = True) -> list[int]:
-        """Tokens of `text`; with `special`, control tokens written in it count as such."""
-        raw = text.encode("utf-8", "replace")
-        room = len(raw) + 8
-        while True:
-            tokens = (llama.llama_token * room)()
-            n = llama.llama_tokenize(self._vocab, raw, len(raw), tokens, room, add_bos, special)
-            if n >= 0:
-                return list(tokens[:n])
-            room = -n
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes a token stands for in an answer; nothing for control tokens, unless `special`."""
-        buffer = ctypes.create_string_buffer(64)
-        n = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
-        if n < 0:
-            buffer = ctypes.create_string_buffer(-n)
-            n = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
-        return buffer.raw[:n]
-
-    def text_of(self, token: int) -> str:
-        """How a template writes a special token; "" when there is none."""
-        if token < 0:
-            return ""
-        raw: bytes | None = llama.llama_vocab_get_text(self._vocab, token)
-        return (raw or b"").decode("utf-8", "replace")
-
-    def controls(self) -> tuple[str, ...]:
-        """How all control tokens are written; asks llama.cpp once per token, so keep what it returns."""
-        handle = self._vocab
-        found = (t for t in range(self.size) if llama.llama_vocab_is_control(handle, t))
-        return tuple(self.text_of(token) for token in found)
-
-    def ends(self, token: int) -> bool:
-        """Whether the token ends a generation."""
-        return bool(llama.llama_vocab_is_eog(self._vocab, token))
 
 
 class Model:
@@ -115,9 +44,12 @@ class Model:
         *,
         lazy_experts: bool,
         repack: bool,
+        device: Device | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Raises ModelError with llama.cpp's reason when it refuses the file.
+        """Weights go to `device`, lazy experts excepted; None: main memory.
+
+        Raises ModelError with llama.cpp's reason when it refuses the file.
 
         An exception from `progress` stops the loading and is raised again.
         """
@@ -134,7 +66,11 @@ class Model:
         overrides = (_BuftOverride * 2)(_BuftOverride(_EXPERT_TENSORS, None), _BuftOverride())
         callback = llama.llama_progress_callback(on_progress)
         params = llama.llama_model_default_params()
-        params.n_gpu_layers = 0
+        # A list of none keeps llama.cpp from taking a device that another engine has opened.
+        on = (ctypes.c_void_p * 2)(device.handle if device else None, None)
+        params.devices = ctypes.cast(on, ctypes.c_void_p)
+        params.n_gpu_layers = _ALL_LAYERS if device else 0
+        params.split_mode = llama.LLAMA_SPLIT_MODE_NONE
         params.use_extra_bufts = repack
         params.progress_callback = callback
         if lazy_experts:
@@ -143,7 +79,8 @@ class Model:
         log.clear()
         self._handle = llama.llama_model_load_from_file(os.fsencode(path), params)
         if raised:
-            self.close()
+            if self._handle:
+                llama.llama_model_free(self._handle)
             raise raised[0]
         if not self._handle:
             raise ModelError(f"{path} cannot be loaded: {log.last()}")
@@ -162,6 +99,7 @@ class Model:
     def close(self) -> None:
         handle, self._handle = self._handle, None
         if handle:
+            self.vocab.close()
             llama.llama_model_free(handle)
 
 
@@ -181,7 +119,10 @@ class Shape:
 
 
 class Context:
-    """One mutable timeline of tokens per sequence over a model. Not thread-safe."""
+    """One mutable timeline of tokens per sequence over a model. Not thread-safe.
+
+    `n_ctx` tokens is what one sequence may hold.
+    """
 
     def __init__(
         self, model: Model, shape: Shape, *, watch: Callable[[int, bool], bool] | None = None
@@ -211,7 +152,7 @@ class Context:
             raise BackendError(
                 f"no context of {shape.n_ctx} tokens: {log.last()}; use a smaller --ctx"
             )
-        self.n_ctx: int = llama.llama_n_ctx(self._handle)
+        self.n_ctx: int = llama.llama_n_ctx_seq(self._handle)
         self.n_batch: int = llama.llama_n_batch(self._handle)
         self.n_ubatch: int = llama.llama_n_ubatch(self._handle)
         self.n_vocab = model.vocab.size
@@ -288,7 +229,8 @@ class Context:
         return bool(llama.llama_memory_seq_rm(self._memory, sequence, position, -1))
 
     def copy(self, source: int, target: int) -> None:
-        """Let the empty sequence `target` hold what `source` holds; unified, they share the room."""
+        """Let the empty sequence `target` hold what `source` holds. Unified they then share the room;
+        else the next batch begins with copying all of it."""
         llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
     def state(self, sequence: int) -> npt.NDArray[np.uint8]:

@@ -119,7 +119,12 @@ class ModelMap:
         Raises ModelError if a header is not right (see `read_header`), a shard is missing or of
         another model, or the metadata and the expert tensors do not fit together.
         """
-        return _map(_shards(read_header(path)))
+        return cls.of(read_header(path))
+
+    @classmethod
+    def of(cls, header: Header) -> ModelMap:
+        """The model that `header` belongs to, without reading that header again; errors as `read`."""
+        return _map(_shards(header))
 
     @property
     def is_moe(self) -> bool:

@@ -26,7 +26,7 @@ __all__ = [
     "functions",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 5
 SOURCE = {"buffered": 0, "direct": 1, "mapped": 2}
 POLICY = {"decayed": 0, "lru": 1, "learned": 2}
 CLAIRVOYANT = -1  # SPO_REPLAY_CLAIRVOYANT
@@ -54,6 +54,10 @@ class Matrix(ctypes.Structure):
         ("shared", c_int32),
         ("offset", c_uint64),
         ("expert_bytes", c_uint64),
+        ("slot_offset", c_uint64),
+        ("slot_stride", c_uint64),
+        ("slot_file", c_int32),
+        ("packed", c_int32),
     ]
 
 
@@ -76,6 +80,7 @@ class Params(ctypes.Structure):
         ("n_parallel", c_int32),
         ("forget", c_int32),
         ("repack", c_int32),
+        ("device", c_char_p),
         ("link_rate", c_double),
         ("link_latency", c_double),
     ]
@@ -88,6 +93,7 @@ class Stats(ctypes.Structure):
         ("requests", c_uint64),
         ("hits", c_uint64),
         ("uploads", c_uint64),
+        ("reads", c_uint64),
         ("uploaded_bytes", c_uint64),
         ("staged_bytes", c_uint64),
         ("predicted", c_uint64),
@@ -103,6 +109,8 @@ class Stats(ctypes.Structure):
         ("staging_bytes", c_uint64),
         ("source", c_int32),
         ("repacked", c_int32),
+        ("pinned", c_int32),
+        ("overlaps", c_int32),
     ]
 
 
@@ -123,6 +131,7 @@ class GateMlp(ctypes.Structure):
         ("width", c_int32),
         ("hidden", c_int32),
         ("scale", c_float),
+        ("adds", c_int32),
     ]
 
 

@@ -7,14 +7,18 @@ Knows how the parts fit together and in which order they go; nothing of prompts,
 
 from __future__ import annotations
 
+import logging
+import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from speculoe_local.runtime import machine, placement
-from speculoe_local.runtime.errors import OptionError
+from speculoe_local.runtime import devices, machine, placement
+from speculoe_local.runtime.devices import Device
+from speculoe_local.runtime.errors import ModelError, OptionError
+from speculoe_local.runtime.expertfile import ExpertFile, expert_file_path
 from speculoe_local.runtime.llama import Context, Model, Shape
 from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.options import EngineOptions, parse_link
@@ -27,6 +31,10 @@ from speculoe_local.runtime.speculate import Speculation, quality_of
 from speculoe_local.runtime.stats import Tier
 
 __all__ = ["Opened", "open_model"]
+
+_logger = logging.getLogger(__name__)
+_DEVICE_RESERVE_BYTES = 1 << 30  # KV, compute buffers, and what others on the device may take
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +83,26 @@ def open_model(
     options: EngineOptions,
     n_parallel: int = 1,
     n_sequences: int = 1,
+    shared: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Opened:
     """Plan, load and attach. `progress` gets 0..1 while weights are read.
 
-    Batches of up to `n_parallel` tokens use expert slots, larger ones stream. With more than one
-    sequence all share the context's tokens: each may use what the others leave.
+    Batches of up to `n_parallel` tokens use expert slots, larger ones stream. Each of `n_sequences` has
+    a context of its own; `shared`: they share one, and each may use what the others leave. What comes
+    of a shared one depends, within rounding, on where in it a sequence lies.
 
     Raises ModelError, BudgetError, OptionError, SourceError or BackendError.
     """
     begin = time.perf_counter()
     found = ModelMap.read(path)
     host = machine.look()
+    device = devices.choose(options.device)
     budget = placement.parse_budget(options.expert_budget)
     if options.buffers == "two-layer":
         placed = placement.two_layers(found)
     else:
-        placed = placement.plan(found, budget, available_bytes=host.available_bytes)
+        placed = placement.plan(found, budget, **_room(device, host))
     slotted = placed.kind == "slotted"
     sidecar = _sidecar(options, found)
     mode = options.mode if slotted else "exact"  # with all experts at hand there is nothing to gain
@@ -107,6 +118,7 @@ def open_model(
                     found.files[0],
                     lazy_experts=slotted,
                     repack=options.repack,
+                    device=device,
                     progress=progress,
                 )
             )
@@ -122,18 +134,20 @@ def open_model(
                 n_parallel=n_parallel,
                 forget=options.buffers == "two-layer",
                 repack=options.repack,
+                device=device.name if device else None,
                 link=parse_link(options.link) if options.link else None,
+                expert_file=_expert_file(found),
             )
             undo.callback(slots.close)
         context = Context(
             model,
             Shape(
-                n_ctx=options.ctx,
+                n_ctx=options.ctx if shared else options.ctx * n_sequences,
                 n_batch=options.batch,
-                n_ubatch=options.ubatch,
+                n_ubatch=_ubatch(options, device),
                 n_threads=options.threads or host.cores,
                 n_seq=n_sequences,
-                unified=n_sequences > 1,
+                unified=shared,
             ),
         )
         orchestrator: Orchestrator | NativeLoop | None = None
@@ -147,7 +161,6 @@ def open_model(
             if predictor is not None:
                 orchestrator = _loop(options, slots, predictor, found)
         undo.pop_all()
-    tier: Tier = "resident" if not slotted else "link" if options.link else "disk-ram"
     return Opened(
         model_map=found,
         placed=placed,
@@ -156,12 +169,44 @@ def open_model(
         slots=slots,
         orchestrator=orchestrator,
         predictor=options.predict or default_name(sidecar) if orchestrator else "none",
-        tier=tier,
+        tier=_tier(options, slotted, device, found, host),
         load_s=time.perf_counter() - begin,
         speculation=speculation,
         mode=mode,
         quality=quality,
     )
+
+
+def _ubatch(options: EngineOptions, device: Device | None) -> int:
+    most = device.most_ubatch if device is not None else None
+    if device is None or most is None or options.ubatch <= most:
+        return options.ubatch
+    _logger.info("device=%s ubatch=%d: its driver does not survive %d", device.name, most, options.ubatch)
+    return most
+
+
+def _room(device: Device | None, host: machine.Machine) -> dict[str, int]:
+    """Free fast memory, and what of it is not for experts. Drivers spill silently when nearly full."""
+    if device is None:
+        return {"available_bytes": host.available_bytes}
+    reserve = max(_DEVICE_RESERVE_BYTES, device.total_bytes // 10)
+    return {"available_bytes": device.free_bytes, "reserve_bytes": reserve}
+
+
+def _tier(
+    options: EngineOptions,
+    slotted: bool,
+    device: Device | None,
+    model: ModelMap,
+    host: machine.Machine,
+) -> Tier:
+    if not slotted:
+        return "resident"
+    if options.link:
+        return "link"
+    if device is None:
+        return "disk-ram"
+    return "ram-vram" if model.total_bytes <= host.available_bytes else "disk-ram-vram"
 
 
 def _loop(
@@ -180,6 +225,18 @@ def _sidecar(options: EngineOptions, model: ModelMap) -> Sidecar | None:
     refused either way: to ignore it silently would be to answer with other figures than asked for."""
     path = options.sidecar or sidecar_path(model.files[0])
     return Sidecar.read(path, model) if options.sidecar or path.exists() else None
+
+
+def _expert_file(found: ModelMap) -> ExpertFile | None:
+    """The expert file beside the model, if there is one and it is the model's."""
+    path = expert_file_path(found.files[0])
+    if not path.exists():
+        return None
+    try:
+        return ExpertFile.read(path, found)
+    except ModelError as error:
+        _logger.warning("expert_file=%s unused=%s", path, error)
+        return None
 
 
 def _source(options: EngineOptions, model: ModelMap, host: machine.Machine) -> str:

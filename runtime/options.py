@@ -106,8 +106,6 @@ class EngineOptions:
         _one_of("--weights", self.weights, ("predicted", "true"))
         _one_of("--buffers", self.buffers, _BUFFERS)
         _one_of("loop", self.loop, ("python", "native"))
-        if self.device not in ("auto", "cpu"):
-            raise OptionError(f"--device {self.device} is not built in; use cpu or auto")
         for name in ("threads", "ctx", "batch", "ubatch", "upload_threads"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= 1 << 24:

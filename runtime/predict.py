@@ -87,8 +87,9 @@ class QuasiHidden:
     def of(
         cls, model: ModelMap, sidecar: Sidecar | None = None, who: str = "quasi-hidden"
     ) -> QuasiHidden:
-        """`who`: quasi-hidden takes each layer's own router, estimator the sidecar's estimator wherever
-        there is one, hybrid what the sidecar recommends for the layer."""
+        """`who`: quasi-hidden takes each layer's own router, estimator the sidecar's best estimator
+        wherever there is one, hybrid what the sidecar recommends for the layer; an estimator's name
+        (ridge, adapter, mlp) takes that one wherever there is it."""
         blocks = [layer.index for layer in model.layers]
         source = dict(zip(blocks[1:], blocks, strict=False))
         gates = {b: gate for b, gate in load_gates(model).items() if isinstance(gate, Gate)}
@@ -102,8 +103,9 @@ class QuasiHidden:
                 or (who == "hybrid" and layer.strategy == "none")
             ):
                 gates.pop(layer.block, None)
-            elif who == "estimator" or (who == "hybrid" and layer.strategy == "ridge"):
-                gates[layer.block] = layer.estimator(gate) or gate
+            else:
+                asked = layer.strategy if who == "hybrid" else who
+                gates[layer.block] = sidecar.gate(layer.block, gate, asked) or gate
         default = {
             layer.block: np.ascontiguousarray(layer.default_vectors, np.float32)
             for layer in sidecar.layers

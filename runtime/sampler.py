@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from speculoe_local.runtime.errors import OptionError
 from speculoe_local.runtime.lib import llama
 from speculoe_local.runtime.llama import Vocabulary
 from speculoe_local.runtime.options import Sampling
@@ -57,8 +58,14 @@ def make_chain(
     """A llama_sampler chain that ends in a choice; whoever gets it frees it.
 
     `bias` adds to the logits of tokens before anything else; -inf forbids. `n_ctx` is what a penalty
-    window of -1 comes to.
+    window of -1 comes to. Raises OptionError for a sampler that is not known.
     """
+    names = sampling.samplers if sampling.samplers is not None else DEFAULT_SAMPLERS
+    for name in names:
+        if name not in KNOWN_SAMPLERS:
+            raise OptionError(
+                f"sampler {name[:40]!r} is not known; use some of {', '.join(KNOWN_SAMPLERS)}"
+            )
     chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
     seed = (secrets.randbits(32) if sampling.seed is None else sampling.seed) & 0xFFFFFFFF
     if bias:
@@ -67,7 +74,6 @@ def make_chain(
         )
         _add(chain, llama.llama_sampler_init_logit_bias(vocab.size, len(bias), table))
     greedy = sampling.temp <= 0
-    names = sampling.samplers if sampling.samplers is not None else DEFAULT_SAMPLERS
     if sampling.mirostat and not greedy:
         names = _TEMPERATURE_ONLY
     makers = _makers(sampling, vocab, n_ctx, seed)

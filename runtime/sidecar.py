@@ -12,8 +12,8 @@
    Where estimators were trained: `blk.N.adapter_up` f16 [n_expert, rank], `blk.N.adapter_down` f16
    [rank, n_embd], `blk.N.adapter_bias` f32 [n_expert] and `speculoe.block.N.adapter.base`, `.rank`;
    for a network `speculoe.mlp.width`, `.hidden`, its tensors `mlp.*` (`runtime.mlp`, matrices f16,
-   vectors f32) and `blk.N.mlp_embedding` f32 [width] and `speculoe.block.N.mlp_scale` of each layer
-   it estimates. `speculoe.training.*` says from what.
+   vectors f32) and `blk.N.mlp_embedding` f32 [width] and `speculoe.block.N.mlp.scale`, `.base` of
+   each layer it estimates. `speculoe.training.*` says from what.
 6. Where `eval` measured a lossy way of running: `speculoe.quality.MODE.WEIGHTS.kl`, `.top1`, `.tokens`.
 7. `speculoe.sha256` is over all other metadata and all tensors, see `_digest`.
 
@@ -94,8 +94,8 @@ class LayerCalibration:
     text, `precision_top1` how often its most certain one is among them. Unless `predictable`, `reason`
     says why.
 
-    Of `convert.train`: an `adapter`, and for the sidecar's network the layer's `embedding` f32 [width] and
-    `mlp_scale`.
+    Of `convert.train`: an `adapter`, and for the sidecar's network the layer's `embedding` f32 [width],
+    `mlp_scale`, and `mlp_base`, what it is added to: as an adapter's, or "none".
     """
 
     block: int
@@ -113,6 +113,7 @@ class LayerCalibration:
     adapter: Adapter | None = None
     embedding: Floats | None = None
     mlp_scale: float = 1.0
+    mlp_base: str = "none"
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
@@ -174,7 +175,9 @@ class Sidecar:
             base = self.gate(block, gate, layer.adapter.base)
             return None if base is None else layer.adapter.added_to(base)
         if who == "mlp" and self.mlp is not None and layer.embedding is not None:
-            return replace(gate, mlp=Mlp(self.mlp, layer.embedding, layer.mlp_scale))
+            base = gate if layer.mlp_base == "none" else self.gate(block, gate, layer.mlp_base)
+            mlp = Mlp(self.mlp, layer.embedding, layer.mlp_scale, layer.mlp_base != "none")
+            return None if base is None else replace(base, mlp=mlp)
         return None
 
     def layer(self, block: int) -> LayerCalibration:
@@ -326,7 +329,8 @@ def _contents(sidecar: Sidecar) -> tuple[dict[str, Scalar], dict[str, npt.NDArra
                 tensors[f"{name}.adapter_{part}"] = getattr(adapter, part)
         if layer.embedding is not None:
             tensors[f"{name}.mlp_embedding"] = layer.embedding
-            metadata[f"{key}.mlp_scale"] = float(np.float32(layer.mlp_scale))
+            metadata[f"{key}.mlp.scale"] = float(np.float32(layer.mlp_scale))
+            metadata[f"{key}.mlp.base"] = layer.mlp_base
     if (mlp := sidecar.mlp) is not None:
         metadata |= {"speculoe.mlp.width": mlp.width, "speculoe.mlp.hidden": mlp.hidden}
         tensors |= mlp_tensors(mlp)
@@ -504,10 +508,13 @@ def _layer(named: _Named, block: int, n_expert: int, n_embd: int) -> LayerCalibr
     if strategy not in STRATEGIES:
         raise _damaged(named.path, f"layer {block} has strategy {strategy[:20]!r}")
     matrix = (n_expert, n_embd)
-    embedding = None
-    if "speculoe.mlp.width" in named.metadata:
+    embedding, scale, base = None, 1.0, "none"
+    if f"speculoe.{key}.mlp.base" in named.metadata:
         width = named.value("mlp.width", int)
-        embedding = named.optional(f"{name}.mlp_embedding", np.float32, (width,))
+        embedding = named.tensor(f"{name}.mlp_embedding", np.float32, (width,))
+        scale, base = named.value(f"{key}.mlp.scale", float), named.value(f"{key}.mlp.base", str)
+        if base not in (*BASES, "none"):
+            raise _damaged(named.path, f"the network of layer {block} has base {base[:20]!r}")
     return LayerCalibration(
         block=block,
         default_vectors=named.tensor(f"{name}.default", np.float16, matrix),
@@ -523,5 +530,6 @@ def _layer(named: _Named, block: int, n_expert: int, n_embd: int) -> LayerCalibr
         reason=named.value(f"{key}.reason", str),
         adapter=_adapter(named, block, n_expert, n_embd),
         embedding=embedding,
-        mlp_scale=1.0 if embedding is None else named.value(f"{key}.mlp_scale", float),
+        mlp_scale=scale,
+        mlp_base=base,
     )

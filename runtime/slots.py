@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from speculoe_local.runtime import native
 from speculoe_local.runtime.errors import BackendError, SourceError
+from speculoe_local.runtime.expertfile import ExpertFile
 from speculoe_local.runtime.modelmap import MatrixKind, ModelMap
 from speculoe_local.runtime.options import Link
 from speculoe_local.runtime.placement import Placement
@@ -35,6 +36,7 @@ class SlotStats:
     requests: int = 0
     hits: int = 0
     uploads: int = 0
+    reads: int = 0
     uploaded_bytes: int = 0
     staged_bytes: int = 0
     predicted: int = 0
@@ -50,6 +52,8 @@ class SlotStats:
     staging_bytes: int = 0
     source: str = "buffered"
     repacked: int = 0
+    pinned: int = 0
+    overlaps: int = 0
 
     def since(self, before: SlotStats) -> SlotStats:
         """The counters' growth since `before`; sizes and names stay."""
@@ -72,7 +76,7 @@ class SlotStats:
         return _share(self.true_nonresident_predicted, self.predicted_nonresident)
 
 
-_NO_COUNTERS = ("bank_bytes", "staging_bytes", "source", "repacked")
+_NO_COUNTERS = ("bank_bytes", "staging_bytes", "source", "repacked", "pinned", "overlaps")
 
 
 def _share(part: int, whole: int) -> float:
@@ -126,9 +130,13 @@ class ExpertSlots:
         n_parallel: int = 1,
         forget: bool = False,
         repack: bool = True,
+        device: str | None = None,
         link: Link | None = None,
+        expert_file: ExpertFile | None = None,
     ) -> None:
         """Allocates banks and staging, opens the files, starts the upload threads.
+
+        `device`, by ggml's name, is whose memory holds them; None: main memory.
 
         Raises BackendError when memory is short, SourceError when a file cannot be opened.
         """
@@ -139,6 +147,8 @@ class ExpertSlots:
             for matrix in sorted(layer.matrices, key=lambda m: _ORDER[m.kind])
         ]
         paths = sorted({matrix.path for _, matrix in matrices})
+        if expert_file is not None:
+            paths.append(expert_file.path)
         files = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
         table = (native.Matrix * len(matrices))()
         for row, (layer, matrix) in zip(table, matrices, strict=True):
@@ -153,6 +163,11 @@ class ExpertSlots:
             row.file = paths.index(matrix.path)
             row.offset = matrix.offset
             row.expert_bytes = matrix.bytes_per_expert
+            row.slot_file, row.slot_offset, row.slot_stride = row.file, row.offset, row.expert_bytes
+            if expert_file is not None:
+                row.slot_file = len(paths) - 1
+                row.slot_offset, row.slot_stride = expert_file.place(layer, matrix.kind)
+                row.packed = 1
         pools = (ctypes.c_int32 * len(placement.pools))(*(pool.slots for pool in placement.pools))
         params = native.Params(
             files=files,
@@ -170,6 +185,7 @@ class ExpertSlots:
             n_parallel=n_parallel,
             forget=int(forget),
             repack=int(repack),
+            device=device.encode() if device else None,
             link_rate=link.rate if link else 0.0,
             link_latency=link.latency if link else 0.0,
         )

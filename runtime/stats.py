@@ -96,6 +96,8 @@ class Stats:
                 "stall_ms_per_token": round(self._stall_ms_per_token(), 3),
                 "source": self.slots.source,
                 "kernels": "repacked" if self.slots.repacked else "plain",
+                "pinned": bool(self.slots.pinned),
+                "uploads_overlap": bool(self.slots.overlaps),
             },
         }
         if self.logits_sha256 is not None:

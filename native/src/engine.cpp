@@ -11,8 +11,9 @@ namespace spo {
 
 namespace {
 
-constexpr float precision_step = 0.02f; // weight of the newest outcome, right or wrong
-constexpr float timing_step    = 0.05f; // weight of the newest duration
+constexpr float  precision_step = 0.02f; // weight of the newest outcome, right or wrong
+constexpr float  timing_step    = 0.05f; // weight of the newest duration
+constexpr size_t lane_bytes     = size_t(4) << 20;
 
 std::vector<std::string> paths_of(const spo_params & params) { return { params.files, params.files + params.n_files }; }
 
@@ -27,6 +28,9 @@ engine::engine(const spo_params & params) :
     source_(paths_of(params), params.source),
     link_(params.link_rate, params.link_latency) {
     read_layout(params);
+    if (params.device) {
+        open_device(params);
+    }
     make_pools(params);
     queue_ = std::make_unique<upload_queue>(params.n_workers);
 }
@@ -43,26 +47,41 @@ void engine::read_layout(const spo_params & params) {
         const spo_matrix & m = params.matrices[i];
         const matrix_shape shape{ ggml_type(m.type), m.ne0, m.ne1 };
         if (m.type < 0 || m.type >= GGML_TYPE_COUNT || m.ne0 < 1 || m.ne1 < 1 || m.n_expert < 1 || m.pool < 0 ||
-            m.pool >= params.n_pools || m.file < 0 || m.file >= params.n_files || shape.bytes() != m.expert_bytes) {
+            m.pool >= params.n_pools || m.file < 0 || m.file >= params.n_files || m.slot_file < 0 ||
+            m.slot_file >= params.n_files || shape.bytes() != m.expert_bytes || m.slot_stride < m.expert_bytes) {
             throw std::invalid_argument(std::string(m.name) + ": type, shape, pool, file or size do not fit together");
         }
         if (layers_.empty() || layers_.back().block != m.layer) {
             by_block_[m.layer] = int(layers_.size());
-            layers_.push_back({ this, m.layer, m.pool, pool_layers[m.pool]++, i, 0, m.n_expert, 0, m.shared != 0 });
+            layers_.push_back(
+                { this, m.layer, m.pool, pool_layers[m.pool]++, i, 0, m.n_expert, 0, m.packed != 0, m.shared != 0 });
         }
         moe_layer & layer = layers_.back();
         if (layer.pool != m.pool || layer.n_expert != m.n_expert) {
             throw std::invalid_argument(std::string(m.name) + ": differs in pool or experts from its layer");
         }
         by_name_[m.name] = i;
-        matrices_.push_back(
-            { this, m.name, i, int(layers_.size()) - 1, layer.n_matrices, shape, m.n_expert, m.file, m.offset });
+        matrices_.push_back({ this, m.name, i, int(layers_.size()) - 1, layer.n_matrices, shape, m.n_expert, m.file,
+                              m.offset, m.slot_file, m.slot_offset, m.slot_stride });
         bufts_.push_back(cpu_expert_buft(shape, m.n_expert, params.n_used, params.repack != 0));
         repacked_ += !ggml_backend_buft_is_host(bufts_.back());
         layer.n_matrices += 1;
         layer.expert_bytes += m.expert_bytes;
         staged_.emplace_back(m.n_expert, uint8_t(0));
     }
+}
+
+// Banks of a device lie in its memory as they lie in the file; each thread that copies has a lane.
+void engine::open_device(const spo_params & params) {
+    size_t largest = 0;
+    for (const matrix & m : matrices_) {
+        largest = std::max(largest, m.shape.bytes());
+    }
+    device_         = std::make_unique<device>(params.device, params.n_workers + 1, std::max(largest, lane_bytes));
+    repacked_       = 0;
+    stats_.pinned   = device_->pinned();
+    stats_.overlaps = device_->async();
+    std::fill(bufts_.begin(), bufts_.end(), device_->buft());
 }
 
 void engine::make_pools(const spo_params & params) {
@@ -268,31 +287,60 @@ int engine::start_upload(int layer_index, int expert, bool predicted) {
 void engine::enqueue(int layer_index, int expert, int slot_index, bool predicted) {
     const moe_layer & layer                  = layers_[layer_index];
     const uint64_t    id                     = next_id_++;
-    pools_[layer.pool].transfers[slot_index] = { id, layer.n_matrices, false };
-    in_flight_ += layer.n_matrices;
-    for (int i = 0; i < layer.n_matrices; ++i) { // apart, so that threads can share one and demand can step between
-        upload copy{ id, [this, &layer, i, expert, slot_index] {
-                        fill_slot(matrices_[layer.first + i], expert, slot_index);
+    const int         n_copies               = layer.n_copies();
+    const int         together               = layer.n_matrices / n_copies;
+    pools_[layer.pool].transfers[slot_index] = { id, n_copies, false };
+    in_flight_ += n_copies;
+    for (int i = 0; i < n_copies; ++i) { // apart, so that threads can share one and demand can step between
+        upload copy{ id, [this, &layer, i, together, expert, slot_index] {
+                        fill_slot(matrices_[layer.first + i], together, expert, slot_index);
                     } };
         predicted ? queue_->predict(std::move(copy)) : queue_->demand(std::move(copy));
     }
 }
 
-bool engine::fill(bank & to, int i, const matrix & m, int expert, int count) {
+bool engine::fill(const target * targets, int n, const matrix & m, int file, uint64_t offset, int expert) {
     if (should_abort()) {
         return false; // nobody waits for it any more
     }
-    const size_t   bytes  = size_t(count) * m.shape.bytes();
-    const uint64_t offset = m.offset + uint64_t(expert) * m.shape.bytes();
-    const auto     begin  = std::chrono::steady_clock::now();
+    thread_local std::vector<uint8_t>            bounce;
+    thread_local std::vector<file_source::piece> pieces;
+    const auto                                   begin   = std::chrono::steady_clock::now();
+    size_t                                       bytes   = 0;
+    size_t                                       bounced = 0;
+    for (int i = 0; i < n; ++i) {
+        const size_t size = size_t(targets[i].count) * targets[i].to->expert_bytes();
+        bytes += size;
+        bounced += targets[i].to->plain(targets[i].i) ? 0 : size;
+    }
     try {
-        if (void * plain = to.plain(i)) {
-            source_.read(m.file, offset, bytes, plain);
-        } else {
-            thread_local std::vector<uint8_t> bounce;
-            bounce.resize(bytes);
-            source_.read(m.file, offset, bytes, bounce.data());
-            to.write(i, count, bounce.data());
+        if (device_) {
+            uint64_t from = offset;
+            for (int i = 0; i < n; ++i) {
+                const size_t size = targets[i].to->expert_bytes();
+                for (int e = 0; e < targets[i].count; ++e, from += size) {
+                    device_->upload(
+                        targets[i].to->expert(targets[i].i + e), size,
+                        [&](size_t at, size_t part, void * lane) { source_.read(file, from + at, part, lane); });
+                }
+            }
+            link_.pass(begin, bytes);
+            return true;
+        }
+        bounce.resize(std::max(bounce.size(), bounced));
+        pieces.clear();
+        bounced = 0;
+        for (int i = 0; i < n; ++i) {
+            const size_t size  = size_t(targets[i].count) * targets[i].to->expert_bytes();
+            void *       plain = targets[i].to->plain(targets[i].i);
+            pieces.push_back({ plain ? static_cast<uint8_t *>(plain) : bounce.data() + bounced, size });
+            bounced += plain ? 0 : size;
+        }
+        source_.read(file, offset, pieces.data(), n);
+        for (int i = 0; i < n; ++i) {
+            if (!targets[i].to->plain(targets[i].i)) {
+                targets[i].to->write(targets[i].i, targets[i].count, pieces[i].to);
+            }
         }
     } catch (const std::exception & e) {
         fail("layer " + std::to_string(layers_[m.layer].block) + ", expert " + std::to_string(expert) + ": " +
@@ -303,10 +351,17 @@ bool engine::fill(bank & to, int i, const matrix & m, int expert, int count) {
     return true;
 }
 
-void engine::fill_slot(const matrix & m, int expert, int slot_index) {
-    slot_pool &    pool   = pools_[layers_[m.layer].pool];
-    const uint64_t begin  = now_ns();
-    const bool     failed = !fill(pool.banks[m.position], slot_index, m, expert, 1);
+void engine::fill_slot(const matrix & m, int n, int expert, int slot_index) {
+    slot_pool &         pool  = pools_[layers_[m.layer].pool];
+    const uint64_t      begin = now_ns();
+    std::vector<target> targets;
+    size_t              bytes = 0;
+    for (int i = 0; i < n; ++i) {
+        targets.push_back({ &pool.banks[m.position + i], slot_index, 1 });
+        bytes += targets.back().to->expert_bytes();
+    }
+    const bool failed =
+        !fill(targets.data(), n, m, m.slot_file, m.slot_offset + uint64_t(expert) * m.slot_stride, expert);
     {
         lock held(mutex_);
         trace_.span(pool.table.at(slot_index).predicted ? SPO_SPAN_PREDICTED : SPO_SPAN_DEMAND, begin,
@@ -316,7 +371,8 @@ void engine::fill_slot(const matrix & m, int expert, int slot_index) {
         in_flight_ -= 1;
         t.failed |= failed;
         t.remaining -= 1;
-        stats_.uploaded_bytes += failed ? 0 : m.shape.bytes();
+        stats_.reads += device_ ? n : 1;
+        stats_.uploaded_bytes += failed ? 0 : bytes;
         if (t.remaining == 0 && t.failed) {
             pool.table.abandon(slot_index);
         } else if (t.remaining == 0) {
@@ -473,8 +529,8 @@ void engine::judge_predictions(const layer_step & step) {
 void engine::drop_upload(int layer_index, int slot_index) {
     const moe_layer & layer = layers_[layer_index];
     slot_pool &       pool  = pools_[layer.pool];
-    if (queue_->drop(pool.transfers[slot_index].id, layer.n_matrices)) {
-        in_flight_ -= layer.n_matrices;
+    if (queue_->drop(pool.transfers[slot_index].id, layer.n_copies())) {
+        in_flight_ -= layer.n_copies();
         pool.table.abandon(slot_index);
     }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "bank.h"
+#include "device.h"
 #include "link.h"
 #include "slots.h"
 #include "source.h"
@@ -35,6 +36,9 @@ struct matrix {
     int          n_expert;
     int          file;
     uint64_t     offset;
+    int          slot_file; // uploads into slots read here
+    uint64_t     slot_offset;
+    uint64_t     slot_stride;
 };
 
 struct moe_layer {
@@ -46,7 +50,10 @@ struct moe_layer {
     int      n_matrices;
     int      n_expert;
     size_t   expert_bytes;
+    bool     packed; // in slot_file its matrices follow each other: one read fetches an expert
     bool     shared; // has a shared expert, which may run between request and acquire
+
+    int n_copies() const { return packed ? 1 : n_matrices; } // that bring one expert
 };
 
 // What was guessed for the next step of a layer, most certain first, and how such guesses fared.
@@ -143,6 +150,7 @@ private:
     using lock = std::unique_lock<std::mutex>;
 
     void  read_layout(const spo_params & params);
+    void  open_device(const spo_params & params);
     void  make_pools(const spo_params & params);
     void  ask(layer_step & step, int layer, const id_view & ids); // under the lock
     bool  request_missing(layer_step & step, pinned & wanted);    // under the lock
@@ -153,11 +161,19 @@ private:
     void  drop_adoption();                                        // under the lock
     void  adopt(const moe_layer & layer, const id_view & ids);    // under the lock
     void  copy_adopted(const matrix & m, lock & held);
-    int   start_upload(int layer, int expert, bool predicted);             // under the lock; slot or -1
-    void  enqueue(int layer, int expert, int slot, bool predicted);        // under the lock
-    void  fill_slot(const matrix & m, int expert, int slot);               // any thread, without the lock
-    bool  fill(bank & to, int i, const matrix & m, int expert, int count); // false: failed or given up
-    void  wait(lock & held, uint64_t & stall_ns, const std::function<bool()> & done);
+    int   start_upload(int layer, int expert, bool predicted);      // under the lock; slot or -1
+    void  enqueue(int layer, int expert, int slot, bool predicted); // under the lock
+    // Any thread, without the lock: `n` matrices from `m` on, all in one read, of one expert.
+    void fill_slot(const matrix & m, int n, int expert, int slot);
+    // A bank's experts [i, i + count) are one piece of what is read.
+    struct target {
+        bank * to;
+        int    i;
+        int    count;
+    };
+    bool fill(const target * targets, int n, const matrix & m, int file, uint64_t offset,
+              int expert); // false: failed or given up
+    void wait(lock & held, uint64_t & stall_ns, const std::function<bool()> & done);
 
     void fill_stage(const matrix & m, const std::vector<uint8_t> & needed); // under the lock
     void stage_read(const matrix & m, int expert, int count);
@@ -173,6 +189,7 @@ private:
     int                                     n_parallel_;
     bool                                    forget_; // nothing stays from one layer to the next but predictions
     file_source                             source_;
+    std::unique_ptr<device>                 device_; // null: main memory
     modelled_link                           link_;
 
     std::mutex                        mutex_;

@@ -175,19 +175,21 @@ bool gate::logits(const float * residual, const float * add) {
     for (int i = 0; i < p_.n_embd; ++i) {
         input_[i] = input_[i] * scale * p_.norm[i] + (p_.norm_bias ? p_.norm_bias[i] : 0.0f);
     }
-    if (p_.mlp) {
-        network();
-        for (int e = 0; p_.bias && e < p_.n_expert; ++e) {
-            logits_[e] += p_.bias[e];
-        }
-    } else {
+    if (!p_.mlp || mlp_.adds) {
         product(p_.router, p_.bias, input_.data(), p_.n_expert, p_.n_embd, logits_.data());
+    } else if (p_.bias) {
+        std::copy_n(p_.bias, p_.n_expert, logits_.begin());
+    } else {
+        std::fill(logits_.begin(), logits_.end(), 0.0f);
+    }
+    if (p_.mlp) {
+        add_network();
     }
     return finite(logits_.data(), p_.n_expert);
 }
 
-// Logits of the network in place of the router's; runtime/mlp.py is the same thing to read.
-void gate::network() {
+// What the network says of the input; runtime/mlp.py is the same thing to read.
+void gate::add_network() {
     const int w = mlp_.width;
     product(mlp_.narrow, mlp_.embedding, input_.data(), w, p_.n_embd, state_.data());
     product(mlp_.expand, mlp_.expand_bias, state_.data(), mlp_.hidden, w, hidden_.data());
@@ -206,9 +208,9 @@ void gate::network() {
     for (int i = 0; i < w; ++i) {
         state_[i] = state_[i] * scale * mlp_.norm[i] + mlp_.norm_bias[i];
     }
-    product(mlp_.head, mlp_.head_bias, state_.data(), p_.n_expert, w, logits_.data());
-    for (float & value : logits_) {
-        value *= mlp_.scale;
+    product(mlp_.head, mlp_.head_bias, state_.data(), p_.n_expert, w, scores_.data());
+    for (int e = 0; e < p_.n_expert; ++e) {
+        logits_[e] += mlp_.scale * scores_[e];
     }
 }
 

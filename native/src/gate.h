@@ -19,7 +19,7 @@ public:
 
 private:
     bool logits(const float * residual, const float * add);
-    void network();
+    void add_network();
     void gate_logits();
     void score();
     void keep_best_groups();

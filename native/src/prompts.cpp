@@ -125,7 +125,8 @@ void engine::fill_stage(const matrix & m, const std::vector<uint8_t> & needed) {
 
 void engine::stage_read(const matrix & m, int expert, int count) {
     const uint64_t begin = now_ns();
-    const bool     done  = fill(staging_->bank_of(m.index), expert, m, expert, count);
+    const target   whole{ &staging_->bank_of(m.index), expert, count };
+    const bool     done = fill(&whole, 1, m, m.file, m.offset + uint64_t(expert) * m.shape.bytes(), expert);
     trace_.span(SPO_SPAN_STAGED, begin, layers_[m.layer].block, expert);
     if (done) {
         lock held(mutex_);

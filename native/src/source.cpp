@@ -3,6 +3,7 @@
 #include "speculoe/speculoe.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <memory>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #ifndef O_DIRECT
@@ -50,6 +52,31 @@ uint8_t * bounce_buffer() {
         buffer.reset(static_cast<uint8_t *>(p));
     }
     return buffer.get();
+}
+
+constexpr int max_pieces = 8; // of one system call; an expert has two or three
+
+size_t total(const file_source::piece * pieces, int n) {
+    size_t size = 0;
+    for (int i = 0; i < n; ++i) {
+        size += pieces[i].size;
+    }
+    return size;
+}
+
+// Copies `size` bytes to where `pieces` want those that begin at `at` of them all.
+void scatter(const file_source::piece * pieces, int n, size_t at, const uint8_t * from, size_t size) {
+    for (int i = 0; i < n && size > 0; ++i) {
+        if (at >= pieces[i].size) {
+            at -= pieces[i].size;
+            continue;
+        }
+        const size_t count = std::min(size, pieces[i].size - at);
+        std::memcpy(pieces[i].to + at, from, count);
+        from += count;
+        size -= count;
+        at = 0;
+    }
 }
 
 } // namespace
@@ -113,63 +140,81 @@ void file_source::open(opened & file) {
 }
 
 void file_source::read(int file, uint64_t offset, size_t size, void * to) const {
-    const opened & f   = files_[file];
-    uint8_t *      dst = static_cast<uint8_t *>(to);
+    const piece one{ static_cast<uint8_t *>(to), size };
+    read(file, offset, &one, 1);
+}
+
+void file_source::read(int file, uint64_t offset, const piece * pieces, int n) const {
+    const opened & f = files_[file];
     switch (kind_) {
-        case SPO_SOURCE_DIRECT: read_direct(f, offset, size, dst); break;
-        case SPO_SOURCE_MAPPED: read_mapped(f, offset, size, dst); break;
-        default: read_buffered(f, offset, size, dst); break;
+        case SPO_SOURCE_DIRECT: read_direct(f, offset, pieces, n); break;
+        case SPO_SOURCE_MAPPED: read_mapped(f, offset, pieces, n); break;
+        default: read_buffered(f, offset, pieces, n); break;
     }
 }
 
-void file_source::read_buffered(const opened & file, uint64_t offset, size_t size, uint8_t * to) const {
-    size_t done = 0;
+void file_source::read_buffered(const opened & file, uint64_t offset, const piece * pieces, int n) const {
+    const size_t                  size = total(pieces, n);
+    std::array<iovec, max_pieces> parts;
+    size_t                        done = 0;
     while (done < size) {
-        const ssize_t n = pread(file.fd, to + done, size - done, off_t(offset + done));
-        if (n < 0 && errno == EINTR) {
+        size_t skip  = done;
+        int    count = 0;
+        for (int i = 0; i < n && count < max_pieces; ++i) {
+            if (skip >= pieces[i].size) {
+                skip -= pieces[i].size;
+                continue;
+            }
+            parts[count++] = { pieces[i].to + skip, pieces[i].size - skip };
+            skip           = 0;
+        }
+        const ssize_t got = preadv(file.fd, parts.data(), count, off_t(offset + done));
+        if (got < 0 && errno == EINTR) {
             continue;
         }
-        if (n < 0) {
+        if (got < 0) {
             fail_errno(file.path, offset, size, errno);
         }
-        if (n == 0) {
+        if (got == 0) {
             fail_short(file.path, offset, size, offset + done);
         }
-        done += size_t(n);
+        done += size_t(got);
     }
 }
 
-void file_source::read_direct(const opened & file, uint64_t offset, size_t size, uint8_t * to) const {
+void file_source::read_direct(const opened & file, uint64_t offset, const piece * pieces, int n) const {
     uint8_t *      bounce = bounce_buffer();
+    const size_t   size   = total(pieces, n);
     const uint64_t end    = offset + size;
     uint64_t       at     = offset & ~uint64_t(direct_align - 1);
     while (at < end) {
         const size_t want =
             std::min<uint64_t>(direct_chunk, (end - at + direct_align - 1) & ~uint64_t(direct_align - 1));
-        const ssize_t n = pread(file.fd, bounce, want, off_t(at));
-        if (n < 0 && errno == EINTR) {
+        const ssize_t got = pread(file.fd, bounce, want, off_t(at));
+        if (got < 0 && errno == EINTR) {
             continue;
         }
-        if (n < 0) {
+        if (got < 0) {
             fail_errno(file.path, offset, size, errno);
         }
         const uint64_t from = std::max(at, offset);
-        const uint64_t upto = std::min(at + uint64_t(n), end);
+        const uint64_t upto = std::min(at + uint64_t(got), end);
         if (upto <= from) {
-            fail_short(file.path, offset, size, at + uint64_t(n));
+            fail_short(file.path, offset, size, at + uint64_t(got));
         }
-        std::memcpy(to + (from - offset), bounce + (from - at), size_t(upto - from));
-        if (upto < end && n % ssize_t(direct_align) != 0) {
+        scatter(pieces, n, size_t(from - offset), bounce + (from - at), size_t(upto - from));
+        if (upto < end && got % ssize_t(direct_align) != 0) {
             fail_short(file.path, offset, size, upto); // only the last block of a file is partial
         }
-        at += uint64_t(n);
+        at += uint64_t(got);
     }
 }
 
-void file_source::read_mapped(const opened & file, uint64_t offset, size_t size, uint8_t * to) const {
+void file_source::read_mapped(const opened & file, uint64_t offset, const piece * pieces, int n) const {
     // Touching a page behind the end of a file that shrank kills the process; look first. A file cut
     // between this look and the copy still would: buffered and direct reads have no such window.
-    struct stat st;
+    const size_t size = total(pieces, n);
+    struct stat  st;
     if (fstat(file.fd, &st) != 0) {
         fail_errno(file.path, offset, size, errno);
     }
@@ -177,7 +222,7 @@ void file_source::read_mapped(const opened & file, uint64_t offset, size_t size,
     if (offset + size > end) {
         fail_short(file.path, offset, size, end);
     }
-    std::memcpy(to, file.mapped + offset, size);
+    scatter(pieces, n, 0, file.mapped + offset, size);
 }
 
 } // namespace spo

@@ -22,6 +22,15 @@ public:
     file_source(const file_source &)             = delete;
     file_source & operator=(const file_source &) = delete;
 
+    // A piece of a range: where its bytes go.
+    struct piece {
+        uint8_t * to;
+        size_t    size;
+    };
+
+    // Fills `pieces` one after another with the bytes from `offset` on, in one read where the system allows.
+    void read(int file, uint64_t offset, const piece * pieces, int n) const;
+
     // Fills `to` with bytes [offset, offset + size) of a file; all or source_error. Any thread.
     void read(int file, uint64_t offset, size_t size, void * to) const;
 
@@ -37,9 +46,9 @@ private:
 
     void open(opened & file);
     void close_all();
-    void read_buffered(const opened & file, uint64_t offset, size_t size, uint8_t * to) const;
-    void read_direct(const opened & file, uint64_t offset, size_t size, uint8_t * to) const;
-    void read_mapped(const opened & file, uint64_t offset, size_t size, uint8_t * to) const;
+    void read_buffered(const opened & file, uint64_t offset, const piece * pieces, int n) const;
+    void read_direct(const opened & file, uint64_t offset, const piece * pieces, int n) const;
+    void read_mapped(const opened & file, uint64_t offset, const piece * pieces, int n) const;
 
     int                 kind_;
     std::vector<opened> files_;

@@ -37,6 +37,8 @@ struct fixture {
                 m.ne1          = rows;
                 m.offset       = 77 + uint64_t(l * 3 + k) * n_expert * expert_bytes;
                 m.expert_bytes = expert_bytes;
+                m.slot_stride  = m.expert_bytes;
+                m.slot_offset  = m.offset;
                 matrices.push_back(m);
             }
         }

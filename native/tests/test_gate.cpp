@@ -202,6 +202,39 @@ TEST(a_gate_that_contradicts_itself_says_so) {
     }
 }
 
+TEST(a_network_stands_in_for_the_router) {
+    // Inputs of size 1 each; states (1 + 0.5, 1 - 0.5) stay apart through everything that follows.
+    const std::vector<float> narrow = { 1, 0, 0, 1 }, embedding = { 0.5f, -0.5f }, ones = { 1, 1 }, none(8);
+    const std::vector<float> head = { 0, 1, 1, 0, 1, 1 }, head_bias = { 0, 0, 0.25f }, router(6, NAN);
+    spo_gate_mlp             net{};
+    net.narrow      = narrow.data();
+    net.embedding   = embedding.data();
+    net.expand      = none.data();
+    net.expand_bias = net.contract = net.contract_bias = net.norm_bias = none.data();
+    net.norm                                                           = ones.data();
+    net.head                                                           = head.data();
+    net.head_bias                                                      = head_bias.data();
+    net.width                                                          = 2;
+    net.hidden                                                         = 4;
+    net.scale                                                          = 2;
+    spo_gate_params p{};
+    p.router   = router.data();
+    p.norm     = ones.data();
+    p.n_embd   = 2;
+    p.n_expert = p.n_ids = 3;
+    p.n_used             = 1;
+    p.gating             = SPO_GATING_SOFTMAX_WEIGHT;
+    p.mlp                = &net;
+    const answer a       = ask(p, { 1, 1 });
+    CHECK((a.ids == std::vector<int32_t>{ 1, 2, 0 })); // logits 2 * (-1, 1, 0.25)
+    CHECK(std::fabs(std::log(a.probs[1] / a.probs[0]) - 4) < 1e-3);
+    CHECK(std::fabs(std::log(a.probs[1] / a.probs[2]) - 1.5) < 1e-3);
+    net.head_bias = nullptr;
+    CHECK(refusal(p) == "a gate's network lacks an array; all are needed");
+    net.hidden = 0;
+    CHECK(!refusal(p).empty());
+}
+
 TEST(the_c_boundary_hands_back_a_gate_or_one_line) {
     table      t({ 0, 2, 1 });
     spo_gate * gate = nullptr;

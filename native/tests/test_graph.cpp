@@ -49,6 +49,8 @@ struct described {
                 m.ne1          = t->ne[1];
                 m.offset       = gguf_get_data_offset(gguf) + gguf_get_tensor_offset(gguf, i);
                 m.expert_bytes = t->nb[2];
+                m.slot_stride  = m.expert_bytes;
+                m.slot_offset  = m.offset;
                 by_layer[m.layer].push_back(m);
             }
         }

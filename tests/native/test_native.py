@@ -13,6 +13,7 @@ import pytest
 
 from speculoe_local.runtime import native
 from speculoe_local.runtime.native import (
+    GateMlp,
     GateParams,
     LoopLayer,
     Matrix,
@@ -70,6 +71,7 @@ def test_the_mirror_of_every_struct_has_its_size_offsets_and_names(
         "spo_matrix": Matrix,
         "spo_params": Params,
         "spo_stats": Stats,
+        "spo_gate_mlp": GateMlp,
         "spo_gate_params": GateParams,
         "spo_replay_params": ReplayParams,
         "spo_replay_counts": ReplayCounts,

@@ -27,7 +27,7 @@
 extern "C" {
 #endif
 
-#define SPO_ABI_VERSION 3
+#define SPO_ABI_VERSION 5
 
 typedef struct spo_engine spo_engine;
 struct llama_context;
@@ -64,6 +64,12 @@ typedef struct {
     int32_t      shared;       /* 1: the layer has a shared expert, which may run before the routed ones */
     uint64_t     offset;       /* byte of expert 0 in that file */
     uint64_t     expert_bytes; /* distance between two experts */
+    /* Where uploads into slots read from: the same, or a file in which an expert's matrices follow each
+     * other, in this order. Prompts stream whole matrices and read `file` always. */
+    uint64_t slot_offset;
+    uint64_t slot_stride; /* distance between two experts there */
+    int32_t  slot_file;
+    int32_t  packed; /* 1 in all matrices of a layer: one read fetches an expert */
 } spo_matrix;
 
 typedef struct {
@@ -82,6 +88,7 @@ typedef struct {
     int32_t              n_parallel;   /* sequences decoded together; larger batches stream as prompts do */
     int32_t              forget;       /* 1: keep no expert from one layer to the next but predicted ones (bench) */
     int32_t              repack;       /* 1: keep weights in the layout llama.cpp would choose for this CPU */
+    const char *         device;       /* whose memory holds slots and staging, by ggml's name; NULL: main memory */
     double               link_rate;    /* modelled link, bytes per second; 0: none */
     double               link_latency; /* modelled link, seconds per copy */
 } spo_params;
@@ -90,6 +97,7 @@ typedef struct {
     uint64_t requests;                   /* experts asked for while decoding, distinct per layer and step */
     uint64_t hits;                       /* of these, resident before they were asked for */
     uint64_t uploads;                    /* experts brought into slots */
+    uint64_t reads;                      /* of the source, for uploads into slots */
     uint64_t uploaded_bytes;             /* into slots and staging, demand and predicted */
     uint64_t staged_bytes;               /* of these, through staging (prompts) */
     uint64_t predicted;                  /* predicted uploads accepted */
@@ -105,6 +113,8 @@ typedef struct {
     uint64_t staging_bytes;              /* memory of staging */
     int32_t  source;                     /* spo_source really in use */
     int32_t  repacked;                   /* matrices kept in a repacked layout */
+    int32_t  pinned;                     /* 1: uploads to a device leave from pinned memory */
+    int32_t  overlaps;                   /* 1: uploads to a device run beside its graphs */
 } spo_stats;
 
 SPO_API int32_t spo_abi_version(void);
@@ -164,8 +174,8 @@ typedef enum {
     SPO_SELECT_SIGMOID = 2, /* of the logits, whatever the gating */
 } spo_selection;
 
-/* A network that estimates router logits in place of a router's product: narrow(input) + embedding, plus
- * contract(silu(expand(.) + expand_bias)) + contract_bias of that, through a layer norm (epsilon
+/* A network that estimates router logits, or what a router's product lacks: narrow(input) + embedding,
+ * plus contract(silu(expand(.) + expand_bias)) + contract_bias of that, through a layer norm (epsilon
  * SPO_MLP_EPS) and the head. All arrays are needed, and borrowed as those of a gate. */
 typedef struct {
     const float * narrow;        /* [width][n_embd] */
@@ -181,6 +191,7 @@ typedef struct {
     int32_t       width;
     int32_t       hidden;
     float         scale; /* the layer's own, of the logits */
+    int32_t       adds;  /* 1: to the router's product; 0: stands in its place */
 } spo_gate_mlp;
 
 #define SPO_MLP_EPS 1e-5f
@@ -203,7 +214,7 @@ typedef struct {
     int32_t              n_groups;  /* equal runs of experts, of which the best n_groups_used count; 0: no groups */
     int32_t              n_groups_used;
     int32_t              norm_weights; /* 1: weights sum to one before they are scaled */
-    const spo_gate_mlp * mlp;          /* or NULL; with it the logits are its own instead of the router's product */
+    const spo_gate_mlp * mlp;          /* or NULL; with it logits are its own, or added to the router's */
 } spo_gate_params;
 
 /* On failure *out is NULL and `error` (if not NULL) holds one line. */

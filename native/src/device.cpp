@@ -1,0 +1,78 @@
+#include "device.h"
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+namespace spo {
+
+device::device(const char * name, int n_lanes, size_t lane_bytes) :
+    dev_(ggml_backend_dev_by_name(name)), lane_bytes_(lane_bytes), lanes_(size_t(n_lanes)) {
+    if (!dev_) {
+        throw std::invalid_argument("device " + std::string(name) + " is not there; see `speculoe-local doctor`");
+    }
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(dev_, &props);
+    async_                                  = props.caps.async;
+    const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(dev_);
+    const ggml_backend_dev_t         cpu    = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    for (lane & l : lanes_) {
+        l.backend.reset(ggml_backend_dev_init(dev_, nullptr));
+        if (!l.backend) {
+            throw std::bad_alloc();
+        }
+        if (pinned) {
+            l.memory.reset(ggml_backend_buft_alloc_buffer(pinned, lane_bytes));
+            pinned_ = l.memory != nullptr;
+        }
+        if (!l.memory) { // drivers limit pinned memory; what is not pinned is copied once more, by the driver
+            l.memory.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(cpu), lane_bytes));
+        }
+        if (!l.memory) {
+            throw std::bad_alloc();
+        }
+        l.staging = ggml_backend_buffer_get_base(l.memory.get());
+    }
+}
+
+device::~device() {
+    for (lane & l : lanes_) {
+        ggml_backend_synchronize(l.backend.get());
+    }
+}
+
+void device::upload(ggml_tensor * to, size_t size, const reader & read) {
+    struct holder {
+        device & owner;
+        lane &   l;
+        ~holder() { owner.give(l); }
+    } held{ *this, take() };
+    for (size_t at = 0; at < size; at += lane_bytes_) {
+        const size_t n = std::min(lane_bytes_, size - at);
+        read(at, n, held.l.staging);
+        ggml_backend_tensor_set_async(held.l.backend.get(), to, held.l.staging, at, n);
+        ggml_backend_synchronize(held.l.backend.get());
+    }
+}
+
+device::lane & device::take() {
+    std::unique_lock lock(mutex_);
+    lane *           found = nullptr;
+    freed_.wait(lock, [&] {
+        const auto at = std::find_if(lanes_.begin(), lanes_.end(), [](const lane & l) { return !l.busy; });
+        found         = at == lanes_.end() ? nullptr : &*at;
+        return found != nullptr;
+    });
+    found->busy = true;
+    return *found;
+}
+
+void device::give(lane & l) {
+    {
+        std::lock_guard lock(mutex_);
+        l.busy = false;
+    }
+    freed_.notify_one();
+}
+
+} // namespace spo

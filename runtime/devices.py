@@ -1,0 +1,156 @@
+"""What ggml can compute on besides the CPU: modules of the build, opened when a device is asked for.
+
+A module starts its driver when it is opened, which takes longer than a short answer; who runs on the CPU
+never opens one. Knows names, memory and abilities of devices; nothing of models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from speculoe_local.runtime import lib
+from speculoe_local.runtime.errors import OptionError
+
+__all__ = ["KINDS", "Device", "available", "built", "choose"]
+
+KINDS: Final = ("cuda", "vulkan", "metal")  # in the order in which auto prefers them
+_TYPES: Final = ("cpu", "gpu", "igpu", "accelerator", "meta")  # ggml_backend_dev_type
+_NAMED: Final = re.compile(r"(auto|cpu|cuda|vulkan|metal)(?::([0-9]{1,3}))?")
+
+
+class _Props(ctypes.Structure):
+    """ggml_backend_dev_props"""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        ("overlaps", ctypes.c_bool),
+        ("host_buffer", ctypes.c_bool),
+        ("buffer_from_host_ptr", ctypes.c_bool),
+        ("events", ctypes.c_bool),
+        ("mmap_support", ctypes.c_bool),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`name` is ggml's (Vulkan0), `kind` and `index` are what --device says (vulkan:0). Memory in bytes.
+
+    `overlaps`: copies may run beside graphs; `pins`: it can read pinned memory of ours by itself. `type`:
+    gpu, igpu, or cpu for a driver that computes in software.
+    """
+
+    name: str
+    kind: str
+    index: int
+    description: str
+    type: str
+    free_bytes: int
+    total_bytes: int
+    overlaps: bool
+    pins: bool
+    events: bool
+    handle: int
+
+    @property
+    def most_ubatch(self) -> int | None:
+        """The largest ubatch its driver survives, None for any: Mesa 22.3's software driver crashes while it
+        compiles what follows a prompt of more than 16 tokens."""
+        return 16 if "llvmpipe" in self.description else None
+
+
+def built() -> tuple[str, ...]:
+    """The kinds of device this build has a module for; opens none."""
+    return tuple(kind for kind in KINDS if _module(kind).exists())
+
+
+def available(kind: str) -> tuple[Device, ...]:
+    """The devices of one kind, with their memory as of now. Opens the module, once."""
+    return tuple(_describe(kind, i, handle) for i, handle in enumerate(_open(kind)))
+
+
+def choose(asked: str) -> Device | None:
+    """The device that `--device` means; None is the CPU.
+
+    `auto` takes the first real GPU of what is built, or the CPU; a software driver only by its name.
+    Raises OptionError for a name that is not known, not built, or not there.
+    """
+    named = _NAMED.fullmatch(asked)
+    if named is None:
+        raise OptionError(
+            f"--device {asked[:40]!r} is not known; use auto, cpu, cuda, vulkan or metal, with :N for the N-th"
+        )
+    kind, index = named[1], int(named[2] or 0)
+    if kind == "cpu":
+        return None
+    if kind == "auto":
+        return next((d for k in built() for d in available(k) if d.type in ("gpu", "igpu")), None)
+    if kind not in built():
+        raise OptionError(
+            f"--device {kind} is not built in; run `make setup BACKEND={kind}`, or use cpu or auto"
+        )
+    found = available(kind)
+    if index >= len(found):
+        there = ", ".join(f"{d.kind}:{d.index} {d.description}" for d in found) or "none"
+        raise OptionError(f"--device {asked}: no such device; there are: {there}")
+    return found[index]
+
+
+def _module(kind: str) -> Any:
+    return lib.library_folder() / f"libspeculoe-ggml-{kind}{lib.SUFFIX}"
+
+
+@functools.cache
+def _open(kind: str) -> tuple[int, ...]:
+    if kind not in built():
+        return ()
+    ggml = _ggml()
+    registry = ggml.ggml_backend_load(os.fsencode(_module(kind)))
+    if not registry:
+        raise OptionError(f"--device {kind}: its driver does not start: {lib.log.last()}")
+    return tuple(
+        ggml.ggml_backend_reg_dev_get(registry, i)
+        for i in range(ggml.ggml_backend_reg_dev_count(registry))
+    )
+
+
+def _describe(kind: str, index: int, handle: int) -> Device:
+    props = _Props()
+    _ggml().ggml_backend_dev_get_props(handle, ctypes.byref(props))
+    return Device(
+        name=props.name.decode(),
+        kind=kind,
+        index=index,
+        description=props.description.decode("utf-8", "replace").strip(),
+        type=_TYPES[props.type],
+        free_bytes=props.memory_free,
+        total_bytes=props.memory_total,
+        overlaps=props.overlaps,
+        pins=props.host_buffer,
+        events=props.events,
+        handle=handle,
+    )
+
+
+@functools.cache
+def _ggml() -> Any:
+    """ggml's registry, reached through libllama, which links it."""
+    ggml = lib.llama_library
+    for name, result, arguments in (
+        ("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p]),
+        ("ggml_backend_reg_dev_count", ctypes.c_size_t, [ctypes.c_void_p]),
+        ("ggml_backend_reg_dev_get", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
+        ("ggml_backend_dev_get_props", None, [ctypes.c_void_p, ctypes.c_void_p]),
+    ):
+        function = getattr(ggml, name)
+        function.restype, function.argtypes = result, arguments
+    return ggml
