@@ -62,6 +62,11 @@ class Device:
     handle: int
 
     @property
+    def is_software(self) -> bool:
+        """Whether a driver only pretends to be a GPU; Mesa's says `gpu` when it is asked for by number."""
+        return self.type == "cpu" or "llvmpipe" in self.description
+
+    @property
     def most_ubatch(self) -> int | None:
         """The largest ubatch its driver survives, None for any: Mesa 22.3's software driver crashes while it
         compiles what follows a prompt of more than 16 tokens."""
@@ -93,7 +98,7 @@ def choose(asked: str) -> Device | None:
     if kind == "cpu":
         return None
     if kind == "auto":
-        return next((d for k in built() for d in available(k) if d.type in ("gpu", "igpu")), None)
+        return next((d for k in built() for d in available(k) if not d.is_software), None)
     if kind not in built():
         raise OptionError(
             f"--device {kind} is not built in; run `make setup BACKEND={kind}`, or use cpu or auto"

@@ -8,7 +8,6 @@ Knows how the parts fit together and in which order they go; nothing of prompts,
 from __future__ import annotations
 
 import logging
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -181,7 +180,9 @@ def _ubatch(options: EngineOptions, device: Device | None) -> int:
     most = device.most_ubatch if device is not None else None
     if device is None or most is None or options.ubatch <= most:
         return options.ubatch
-    _logger.info("device=%s ubatch=%d: its driver does not survive %d", device.name, most, options.ubatch)
+    _logger.info(
+        "device=%s ubatch=%d: its driver does not survive %d", device.name, most, options.ubatch
+    )
     return most
 
 

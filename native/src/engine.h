@@ -113,6 +113,7 @@ public:
     const moe_layer & layer(int index) const { return layers_[index]; }
     slot_pool &       pool_of(const matrix & m) { return pools_[layers_[m.layer].pool]; }
     staging &         stages() { return *staging_; }
+    bool              on_device() const { return device_ != nullptr; }
     // Whether a graph of so many tokens reads slots; others stream, and leave the slots alone.
     bool decodes(const moe_layer & layer, int64_t n_used, int64_t n_tokens) const;
 

@@ -34,7 +34,8 @@ int index_of(const moe_layer & layer) { return int(&layer - &layer.owner->layer(
 // --- operations inside graphs. Every compute thread comes by, whatever the number of tasks says; only
 // the first one acts.
 
-// Sources of a slots operation. Residual and shared may be absent.
+// Sources of a slots operation; residual and shared may be absent. On a device the first three leave as one
+// tensor [n_embd + 2 n_used, n_tokens] F32 in the place of ids: each transfer back would wait for the device.
 enum slots_source { src_ids, src_weights, src_residual, src_shared };
 
 // The router has chosen: ids in, the same ids out, uploads on their way.
@@ -56,51 +57,90 @@ const float * row(const ggml_tensor * tensor, size_t stride, int64_t t) {
     return reinterpret_cast<const float *>(static_cast<const char *>(tensor->data) + size_t(t) * stride);
 }
 
-void write_taps(const moe_layer & layer, const ggml_tensor * dst) {
-    tap_box &           taps     = layer.owner->taps();
-    const ggml_tensor * ids      = dst->src[src_ids];
-    const ggml_tensor * weights  = dst->src[src_weights];
-    const ggml_tensor * residual = dst->src[src_residual];
-    const ggml_tensor * shared   = dst->src[src_shared];
-    if (!taps.is_open() || !residual || residual->ne[0] != taps.n_embd()) {
-        return;
+bool is_packed(const ggml_tensor * slots) { return slots->src[src_ids]->type != GGML_TYPE_I32; }
+
+// The length of the residual that a slots operation is given, 0 without one.
+int64_t residual_size(const ggml_tensor * slots) {
+    if (is_packed(slots)) {
+        return slots->src[src_ids]->ne[0] - 2 * slots->ne[0];
     }
-    for (int64_t t = 0; t < ids->ne[1]; ++t) {
-        const auto * chosen = reinterpret_cast<const int32_t *>(row(ids, ids->nb[1], t));
-        taps.write(index_of(layer), row(residual, residual->nb[1], t), shared ? row(shared, shared->nb[1], t) : nullptr,
-                   chosen, row(weights, weights->nb[2], t), int(ids->ne[0]));
-    }
+    return slots->src[src_residual] ? slots->src[src_residual]->ne[0] : 0;
 }
 
-// A row of n_used per token, packed, as a tensor of ids would be seen.
-id_view packed(const int32_t * ids, int64_t n_used, int64_t n_tokens) {
-    return { reinterpret_cast<const char *>(ids), n_used, n_tokens, sizeof(int32_t), size_t(n_used) * sizeof(int32_t) };
+// What a slots operation is given, token by token.
+struct step_input {
+    explicit step_input(const ggml_tensor * slots) :
+        n_used(slots->ne[0]), n_tokens(slots->ne[1]), first_(slots->src[src_ids]), slots_(slots) {
+        if (is_packed(slots)) {
+            packed_ids_.resize(size_t(n_used * n_tokens));
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                const float * as_floats = row(first_, first_->nb[1], t) + first_->ne[0] - n_used;
+                std::transform(as_floats, as_floats + n_used, &packed_ids_[size_t(t * n_used)],
+                               [](float id) { return int32_t(id); });
+            }
+        }
+    }
+
+    id_view ids() const {
+        return packed_ids_.empty() ? view(first_)
+                                   : id_view{ reinterpret_cast<const char *>(packed_ids_.data()), n_used, n_tokens,
+                                              sizeof(int32_t), size_t(n_used) * sizeof(int32_t) };
+    }
+    const int32_t * ids(int64_t t) const {
+        return reinterpret_cast<const int32_t *>(ids().data + size_t(t) * ids().nb1);
+    }
+    const float * weights(int64_t t) const {
+        return packed_ids_.empty() ? row(slots_->src[src_weights], slots_->src[src_weights]->nb[2], t)
+                                   : row(first_, first_->nb[1], t) + first_->ne[0] - 2 * n_used;
+    }
+    // Its length is n_embd(); null where the graph does not show it.
+    const float * residual(int64_t t) const {
+        if (n_embd() == 0) {
+            return nullptr;
+        }
+        const ggml_tensor * of = packed_ids_.empty() ? slots_->src[src_residual] : first_;
+        return row(of, of->nb[1], t);
+    }
+    int64_t       n_embd() const { return residual_size(slots_); }
+    const float * shared(int64_t t) const {
+        const ggml_tensor * of = slots_->src[src_shared];
+        return of ? row(of, of->nb[1], t) : nullptr;
+    }
+
+    const int64_t n_used;
+    const int64_t n_tokens;
+
+private:
+    const ggml_tensor *  first_;
+    const ggml_tensor *  slots_;
+    std::vector<int32_t> packed_ids_;
+};
+
+void write_taps(const moe_layer & layer, const step_input & in) {
+    tap_box & taps = layer.owner->taps();
+    for (int64_t t = 0; taps.is_open() && in.n_embd() == taps.n_embd() && t < in.n_tokens; ++t) {
+        taps.write(index_of(layer), in.residual(t), in.shared(t), in.ids(t), in.weights(t), int(in.n_used));
+    }
 }
 
 // Predicts what the next layer will execute, and starts on it.
-void speculate(const moe_layer & layer, const ggml_tensor * dst) {
-    engine &            owner    = *layer.owner;
-    speculation *       how      = owner.speculating();
-    const ggml_tensor * residual = dst->src[src_residual];
-    const moe_layer *   next     = how ? owner.find_layer(how->target(layer.block)) : nullptr;
-    if (!next || !residual || !how->covers(next->block, dst->src[src_ids]->ne[0], dst->src[src_ids]->ne[1])) {
+void speculate(const moe_layer & layer, const step_input & in) {
+    engine &          owner = *layer.owner;
+    speculation *     how   = owner.speculating();
+    const moe_layer * next  = how ? owner.find_layer(how->target(layer.block)) : nullptr;
+    if (!next || in.n_embd() == 0 || !how->covers(next->block, in.n_used, in.n_tokens)) {
         return;
     }
-    const uint64_t      begin   = now_ns();
-    const ggml_tensor * ids     = dst->src[src_ids];
-    const ggml_tensor * weights = dst->src[src_weights];
-    const ggml_tensor * shared  = dst->src[src_shared];
-    for (int64_t t = 0; t < ids->ne[1]; ++t) {
-        if (!how->predict(layer.block, t, row(residual, residual->nb[1], t),
-                          shared ? row(shared, shared->nb[1], t) : nullptr,
-                          reinterpret_cast<const int32_t *>(row(ids, ids->nb[1], t)), row(weights, weights->nb[2], t),
-                          int(ids->ne[0]))) {
+    const uint64_t begin = now_ns();
+    for (int64_t t = 0; t < in.n_tokens; ++t) {
+        if (!how->predict(layer.block, t, in.residual(t), in.shared(t), in.ids(t), in.weights(t), int(in.n_used))) {
             owner.fail("layer " + std::to_string(next->block) + ": its prediction is not finite; use --mode exact");
             return;
         }
     }
     owner.trace().span(SPO_SPAN_PREDICT, begin, next->block, -1);
-    owner.request_ahead(index_of(*next), packed(how->ids(next->block), ids->ne[0], ids->ne[1]));
+    owner.request_ahead(index_of(*next), { reinterpret_cast<const char *>(how->ids(next->block)), in.n_used,
+                                           in.n_tokens, sizeof(int32_t), size_t(in.n_used) * sizeof(int32_t) });
 }
 
 // The prediction in the router's place. Sources are only what must come before.
@@ -123,14 +163,16 @@ void slots_op(ggml_tensor * dst, int ith, int, void * data) {
     if (ith != 0) {
         return;
     }
-    auto & layer = *static_cast<const moe_layer *>(data);
+    auto &              layer = *static_cast<const moe_layer *>(data);
+    const ggml_tensor * first = dst->src[src_ids];
     try {
-        if (!layer.shared) {
-            layer.owner->request(index_of(layer), view(dst->src[src_ids]));
+        const step_input in(dst);
+        if (std::strcmp(first->name, request_name) != 0 || first->op != GGML_OP_CUSTOM) {
+            layer.owner->request(index_of(layer), in.ids());
         }
-        write_taps(layer, dst); // before the wait: what is predicted from it follows the demand without a gap
-        speculate(layer, dst);
-        layer.owner->acquire(index_of(layer), view(dst->src[src_ids]), static_cast<int32_t *>(dst->data));
+        write_taps(layer, in); // before the wait: what is predicted from it follows the demand without a gap
+        speculate(layer, in);
+        layer.owner->acquire(index_of(layer), in.ids(), static_cast<int32_t *>(dst->data));
     } catch (const std::exception & e) {
         layer.owner->fail(e.what());
         std::memset(dst->data, 0, ggml_nbytes(dst));
@@ -189,20 +231,20 @@ int block_of(const ggml_tensor & node) {
 }
 
 // A layer's matrices share one slots operation; the graph under construction is the only memory of it.
-ggml_tensor * find_slots(ggml_cgraph * gf, const ggml_tensor * ids) {
+ggml_tensor * find_slots(ggml_cgraph * gf, int block) {
     for (int i = ggml_graph_n_nodes(gf) - 1; i >= 0; --i) {
-        ggml_tensor * node = ggml_graph_node(gf, i);
-        if (node == ids) {
-            break;
-        }
-        if (block_of(*node) >= 0) {
-            const ggml_tensor * source = node->src[src_ids];
-            if (source == ids || (source->op == GGML_OP_CUSTOM && source->src[0] == ids)) {
-                return node;
-            }
+        if (block_of(*ggml_graph_node(gf, i)) == block) {
+            return ggml_graph_node(gf, i);
         }
     }
     return nullptr;
+}
+
+// Residual, weights and ids in one tensor; ids are small enough for floats.
+ggml_tensor * pack(ggml_context * ctx, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * residual) {
+    ggml_tensor * all = ggml_concat(ctx, ggml_reshape_2d(ctx, ggml_cont(ctx, weights), ids->ne[0], ids->ne[1]),
+                                    ggml_cast(ctx, ids, GGML_TYPE_F32), 0);
+    return residual ? ggml_concat(ctx, residual, all, 0) : all;
 }
 
 // The node that takes from all experts' probabilities those of the chosen ones, or null.
@@ -248,12 +290,17 @@ void on_router(ggml_context * ctx, ggml_cgraph * gf, int il, ggml_tensor * cur, 
         how->shows(il, residual && residual->ne[0] == how->n_embd());
     }
     ggml_tensor * chosen = *ids;
-    if (layer->shared) {
-        chosen = ids_op(ctx, gf, { chosen }, request_op, layer);
-        ggml_set_name(chosen, request_name);
+    ggml_tensor * slots  = nullptr;
+    if (owner.on_device() && chosen->op != GGML_OP_CUSTOM) {
+        slots = op_like(ctx, gf, *ids, { pack(ctx, chosen, *weights, residual) }, slots_op, layer);
+    } else {
+        if (layer->shared && !owner.on_device()) {
+            chosen = ids_op(ctx, gf, { chosen }, request_op, layer);
+            ggml_set_name(chosen, request_name);
+        }
+        slots = residual ? ids_op(ctx, gf, { chosen, *weights, residual }, slots_op, layer)
+                         : ids_op(ctx, gf, { chosen, *weights }, slots_op, layer);
     }
-    ggml_tensor * slots = residual ? ids_op(ctx, gf, { chosen, *weights, residual }, slots_op, layer)
-                                   : ids_op(ctx, gf, { chosen, *weights }, slots_op, layer);
     ggml_format_name(slots, slots_name, il);
 }
 
@@ -264,7 +311,7 @@ ggml_tensor * on_product(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * w, 
     if (!m) {
         return nullptr;
     }
-    if (ggml_tensor * slots = find_slots(gf, ids)) {
+    if (ggml_tensor * slots = find_slots(gf, owner.layer(m->layer).block)) {
         return ggml_mul_mat_id(ctx, owner.pool_of(*m).banks[m->position].tensor(), cur, slots);
     }
     ggml_tensor * ready   = ids_op(ctx, gf, { ids }, stage_op, m);
@@ -324,7 +371,7 @@ void run_shared_first(ggml_cgraph * gf, int slots_at, const moe_layer & layer) {
     ggml_tensor * shared = nodes[last];
     ggml_tensor * slots  = nodes[slots_at];
     std::copy(rest.rbegin(), rest.rend(), std::copy(first.rbegin(), first.rend(), nodes + slots_at));
-    if (slots->src[src_residual] && shared->type == GGML_TYPE_F32 && shared->ne[0] == slots->src[src_residual]->ne[0]) {
+    if (shared->type == GGML_TYPE_F32 && shared->ne[0] == residual_size(slots)) {
         slots->src[src_shared] = shared;
     }
 }
