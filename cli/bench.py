@@ -56,6 +56,10 @@ def bench(
             help="two-layer: keep no expert from one layer to the next, as ondemand does."
         ),
     ] = "slots",
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Also draw the runs as bars."),
+    ] = None,
     weights: opt.Weights = "predicted",
     unmeasured: opt.Unmeasured = False,
     predict: opt.Predict = None,
@@ -72,6 +76,7 @@ def bench(
 ) -> None:
     """Compare runs: same prompt, same tokens, taking turns. Ratios are medians within rounds."""
     from speculoe_local.runtime import bench as runtime
+    from speculoe_local.runtime.chart import as_svg
 
     options = opt.engine_options(
         expert_budget=expert_budget,
@@ -105,6 +110,8 @@ def bench(
         ),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    if svg is not None:
+        svg.write_text(as_svg(report), encoding="utf-8")
     print(json.dumps(report.to_json()) if json_ else _table(report))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -53,11 +54,32 @@ def test_the_json_in_readme_has_the_keys_that_the_program_prints(repository: Pat
         assert shown[group].keys() == printed[group].keys()
 
 
+def test_the_example_of_a_predictor_is_twenty_lines_and_predicts(
+    repository: Path, tmp_path: Path
+) -> None:
+    text = (repository / "docs" / "predictors.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    assert len([line for line in block[1].splitlines() if line.strip()]) <= 20
+    (tmp_path / "mine.py").write_text(block[1])
+
+    done = subprocess.run(
+        [Path(sys.executable).parent / "speculoe-local", "chat", "-p", "Why is the sky blue?",
+         "--expert-budget", "50%", "--temp", "0", "--max-tokens", "24", "--json", "--device", "cpu",
+         "--predict", "mine:PreviousToken"],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+
+    experts = json.loads(done.stdout)["experts"]
+    assert "mine:PreviousToken" == experts["predictor"]
+    assert experts["recall"] > 0.3  # chance is 4 of 16
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_paths_named_in_documents_exist(name: str, repository: Path) -> None:
     text = (repository / name).read_text()
     named = set(
-        re.findall(r"`((?:patches|native|runtime|convert|cli|server|tests|docs)/[\w./-]*)`", text)
+        re.findall(r"`((?:patches|native|runtime|convert|hub|cli|server|tests|docs)/[\w./-]*)`", text)
     )
 
     missing = [path for path in named if not (repository / path).exists()]
