@@ -138,6 +138,11 @@ def _table(report: Report) -> str:
         for run in report.runs
     ]
     lines += [
+        f"{run.name}: {run.fixed_us_per_layer:.0f} us per layer beyond resident compute"
+        for run in report.runs
+        if run.fixed_us_per_layer
+    ]
+    lines += [
         f"TPOT {pair}: {ratio:.3f}   prompt time: {report.prefill_ratios[pair]:.3f}"
         for pair, ratio in report.ratios.items()
     ]

@@ -69,7 +69,8 @@ class RunReport:
     share of on-demand TPOT that perfect overlap could hide, sum over layers but the first of
     min(copy, window), over TPOT, where the window is the time from a layer having its experts to the
     next asking for its own; `overlap_reached`: what this run hid of it. Both 0 without an on-demand run.
-    `kl` is what the sidecar says a lossy run costs, None if that was never measured.
+    `fixed_us_per_layer`: compute beyond the resident run's, in microseconds per MoE layer: reading ids back,
+    waking, launching; what remains when all hits. 0 without a resident run. `kl` is what the sidecar says a lossy run costs, None if that was never measured.
     """
 
     name: str
@@ -90,6 +91,7 @@ class RunReport:
     prediction_us: float
     exactness: str = "exact"
     kl: float | None = 0.0
+    fixed_us_per_layer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +161,10 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
             prompt = _prompt(text, number + 1, plan.prompt_tokens)
             rounds.append({name: workers[name].run(prompt, plan.tokens) for name in order})
     ondemand = [r["ondemand"] for r in rounds] if "ondemand" in plan.runs else None
+    runs = [_summarize(name, plan, [r[name] for r in rounds], ondemand) for name in plan.runs]
     return Report(
         plan=plan,
-        runs=tuple(
-            _summarize(name, plan, [r[name] for r in rounds], ondemand) for name in plan.runs
-        ),
+        runs=_with_fixed_cost(runs, len(ModelMap.read(plan.path).layers)),
         ratios=_ratios(plan.runs, rounds, _tpot),
         prefill_ratios=_ratios(plan.runs, rounds, _prefill),
         same_tokens=all(
@@ -291,6 +292,18 @@ def _summarize(
         prediction_us=1e6 * statistics.median(t.get("prediction_s", 0.0) for t in timings),
         exactness="lossy" if name in LOSSY else "exact",
         kl=timings[0].get("kl") if name in LOSSY else 0.0,
+    )
+
+
+def _with_fixed_cost(runs: list[RunReport], layers: int) -> tuple[RunReport, ...]:
+    resident = next((run for run in runs if run.name == "resident"), None)
+    if resident is None or not layers:
+        return tuple(runs)
+    return tuple(
+        replace(run, fixed_us_per_layer=1e3 * (run.compute_ms - resident.compute_ms) / layers)
+        if run.name not in ("upstream", "resident")
+        else run
+        for run in runs
     )
 
 

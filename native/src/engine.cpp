@@ -461,6 +461,7 @@ int engine::prefetch(int block, const int32_t * experts, int n) {
             continue;
         }
         const bool resident = table.find(layer.pool_layer, expert) >= 0;
+        table.awaited(layer.pool_layer, expert);
         guess.experts.push_back(expert);
         guess.was_resident.push_back(resident);
         const size_t r = guess.experts.size() - 1;

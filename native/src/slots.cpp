@@ -70,6 +70,13 @@ void slot_table::judged(int layer, int expert) {
     }
 }
 
+void slot_table::awaited(int layer, int expert) {
+    const int index = find(layer, expert);
+    if (index >= 0) {
+        slots_[index].awaited = slots_[index].predicted;
+    }
+}
+
 void slot_table::forget_others(int layer) {
     for (slot & s : slots_) {
         if (s.state == slot_state::ready && s.pins == 0 && !s.predicted && s.layer != layer) {

@@ -45,8 +45,10 @@ public:
     // They never will: back to empty.
     void abandon(int index);
 
-    // The step that a prediction was made for has come, or never will.
+    // The step that a prediction was made for has come, or never will ...
     void judged(int layer, int expert);
+    // ... or it is predicted again.
+    void awaited(int layer, int expert);
 
     // Two layers' worth of buffers and no cache: everything leaves that is neither pinned, loading, of
     // this layer, nor an unused prediction.
