@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import signal
 import sys
@@ -188,6 +189,12 @@ def serve(
     address = listening.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     print(f"listening on http://{shown}:{address[1]}", file=sys.stderr, flush=True)
+    if not settings.keys and not ipaddress.ip_address(address[0]).is_loopback:
+        print(
+            "warning: whoever reaches this address may use it; ask for a key with --api-key-file",
+            file=sys.stderr,
+            flush=True,
+        )
     serving = Serving(settings, ready=_say_ready)
     serving.run_on(listening)
     code = 130 if serving.signal == signal.SIGINT else 0

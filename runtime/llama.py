@@ -143,6 +143,9 @@ class Context:
         params.n_ubatch = min(shape.n_ubatch, shape.n_batch)
         params.n_seq_max = shape.n_seq
         params.kv_unified = shape.unified
+        params.pooling_type = (
+            llama.LLAMA_POOLING_TYPE_NONE
+        )  # `embedding` gives rows, whatever the model
         params.n_threads = shape.n_threads
         params.n_threads_batch = shape.n_threads
         params.no_perf = True

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -67,6 +68,13 @@ _ROUTER_BYTES: Final = 64 << 10
 _SHARD: Final = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _AGAIN: Final = "run `speculoe-local calibrate` again"
 _TYPES: Final[dict[int, type[Any]]] = {0: np.float32, 1: np.float16, 27: np.int64}  # ggml_type
+
+_KINDS: Final[dict[type[Any], int]] = {  # the type that `_add` gives each value
+    bool: gguf.GGUFValueType.BOOL,
+    int: gguf.GGUFValueType.INT64,
+    float: gguf.GGUFValueType.FLOAT32,
+    str: gguf.GGUFValueType.STRING,
+}
 
 _LOSSY: Final = tuple(
     f"{mode}/{weights}"
@@ -233,6 +241,7 @@ class Sidecar:
             )
         tensors = {tensor.name: _array(tensor) for tensor in header.tensors}
         metadata = {k: v for k, v in header.metadata.items() if k != "speculoe.sha256"}
+        _same_types(header)
         if header.metadata.get("speculoe.sha256") != _digest(metadata, tensors):
             raise _damaged(path, "its bytes do not have the SHA-256 it names")
         named = _Named(path, metadata, tensors)
@@ -377,6 +386,17 @@ def _header(path: Path) -> Header:
     except ModelError as error:  # what it advises is for models: a sidecar is made here
         problem, _, _ = str(error).rpartition("; ")
         raise SidecarError(f"{problem or error}; {_AGAIN}") from error
+
+
+def _same_types(header: Header) -> None:
+    """The hash covers values, and another type of integer may say the same value: refuse that too."""
+    with header.path.open("rb") as file:
+        raw = file.read(header.data_offset)
+    for key, value in header.metadata.items():
+        name = key.encode()
+        entry = struct.pack("<Q", len(name)) + name + struct.pack("<I", _KINDS.get(type(value), 0))
+        if entry not in raw:
+            raise _damaged(header.path, f"{key} does not have the type it was written with")
 
 
 def _bytes(tensor: TensorInfo, count: int) -> bytes:

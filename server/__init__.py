@@ -1,1 +1,1 @@
-"""The REST server. It is not there yet: this package keeps its place in the wheel's layout."""
+"""The REST server: editors, agents and scripts talk to it over HTTP in five dialects."""
