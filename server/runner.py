@@ -178,7 +178,10 @@ class Runner:
         error = (
             SourceError(reason)
             if reason
-            else BackendError(f"llama_decode failed with status {status}; see the server's log")
+            else BackendError(
+                self.context.fault
+                or f"llama_decode failed with status {status}; see the server's log"
+            )
         )
         self._tell(parts[0].answer, error)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jsonschema
@@ -182,10 +182,11 @@ class Grammar:
     def _listed(self, schema: Schema, at: str) -> str:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         self._document.spend(len(values))
+        beside = {k: v for k, v in schema.items() if k not in ("const", "enum")}
         for keyword in ("pattern", "format", "$ref"):
             # A pattern would be run by Python's engine, which may take for ever; most formats would
             # not be looked at.
-            if keyword in schema:
+            if _mentions(beside, keyword):
                 raise _refused(at, keyword, "beside listed values it is not looked at")
         # Whatever else is said about a listed value is decided now.
         validator = jsonschema.Draft202012Validator({**schema, "$defs": {}})
@@ -345,16 +346,24 @@ def _check_schema(schema: Any) -> None:
 
 def _measure(schema: Any) -> None:
     """Raises GrammarError for a schema whose mere reading would take seconds."""
-    waiting: list[tuple[Any, int]] = [(schema, 0)]
-    seen = 0
-    while waiting:
-        node, depth = waiting.pop()
-        seen += 1
-        if seen > MAX_NODES or depth > 4 * MAX_DEPTH:
+    for seen, (_, depth) in enumerate(_nodes(schema)):
+        if seen >= MAX_NODES or depth > 4 * MAX_DEPTH:
             raise GrammarError(
                 f"the schema has more than {MAX_NODES} parts or nests deeper than {4 * MAX_DEPTH}; "
                 "simplify it"
             )
+
+
+def _mentions(schema: Any, keyword: str) -> bool:
+    return any(isinstance(node, dict) and keyword in node for node, _ in _nodes(schema))
+
+
+def _nodes(schema: Any) -> Iterator[tuple[Any, int]]:
+    """All parts of a schema with their depths."""
+    waiting: list[tuple[Any, int]] = [(schema, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        yield node, depth
         inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
         waiting += ((value, depth + 1) for value in inner)
 

@@ -105,7 +105,7 @@ def test_a_forced_call_has_valid_arguments(client: openai.OpenAI) -> None:
         ],
         tools=[ADD],
         temperature=0,
-        max_tokens=16,
+        max_tokens=4,
     )
     assert done.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
@@ -229,17 +229,23 @@ def test_choices_of_one_seed_differ_and_repeat(tiny: openai.OpenAI) -> None:
     assert first == ask()
 
 
-def test_a_client_that_leaves_ends_its_answer(live: Live) -> None:
+def test_a_client_that_leaves_ends_its_answer(embedded_server: Live) -> None:
+    """The answer would take thousands of tokens: whoever sees it ended saw it cancelled."""
+    served = embedded_server
     body = {"prompt": "go", "n_predict": 100_000, "ignore_eos": True, "stream": True}
-    before = live.get("/slots").json()
-    assert not any(slot["is_processing"] for slot in before)
-    with live.client() as client, client.stream("POST", "/completion", json=body) as answer:
+
+    def cancelled() -> int:
+        return served.models.loaded()[0].snapshot().finished["cancel"]
+
+    before = cancelled()
+    with served.client() as client, client.stream("POST", "/completion", json=body) as answer:
         next(answer.iter_lines())
-    _until(lambda: not any(slot["is_processing"] for slot in live.get("/slots").json()))
+    _until(lambda: cancelled() == before + 1)
     # Also one that waits for its answer whole.
-    with live.client() as client, pytest.raises(httpx.ReadTimeout):
-        client.post("/completion", json={**body, "stream": False}, timeout=0.3)
-    _until(lambda: not any(slot["is_processing"] for slot in live.get("/slots").json()))
+    with served.client() as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/completion", json={**body, "stream": False}, timeout=0.2)
+    _until(lambda: cancelled() == before + 2)
+    assert not any(slot["is_processing"] for slot in served.get("/slots").json())
 
 
 def _until(holds: Any, seconds: float = 20.0) -> None:

@@ -170,6 +170,7 @@ def test_valid_values_are_let_through(schema: Any, value: Any, vocab: Vocabulary
             "said apart",
         ),
         ({"enum": ["b"], "format": "date"}, "format"),
+        ({"const": "b", "anyOf": [{"pattern": "^(a+)+$"}]}, "pattern"),
         ({"type": "string", "enum": [1]}, "none of the values"),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "does not allow"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
