@@ -70,11 +70,13 @@ def pull(
 
 
 def placement_of(model: CachedModel) -> dict[str, Any]:
-    """How the model would lie in this machine's memory now, with the default budget.
+    """How the model would lie in this machine's memory now, with the default budget, and how fast `plan` thinks
+    it would be.
 
     `runs` is False where even one token's experts do not fit, or the file is no model of language;
     `text` then says why and what is needed.
     """
+    from speculoe_local.cli.plan import brief
     from speculoe_local.runtime import machine, placement
     from speculoe_local.runtime.errors import BudgetError, ModelError
     from speculoe_local.runtime.modelmap import ModelMap
@@ -88,6 +90,7 @@ def placement_of(model: CachedModel) -> dict[str, Any]:
         )
     except (BudgetError, ModelError) as error:
         return {"runs": False, "available_bytes": host.available_bytes, "text": str(error)}
+    verdict = brief(model.path)
     return {
         "runs": True,
         "kind": found.kind,
@@ -97,5 +100,6 @@ def placement_of(model: CachedModel) -> dict[str, Any]:
         "smallest_bytes": found.smallest_bytes,
         "residency": round(found.residency, 4),
         "slots": found.slots,
-        "text": placement.describe(found),
+        "verdict": list(verdict),
+        "text": "\n".join((placement.describe(found), *verdict)),
     }
