@@ -122,6 +122,7 @@ def serve(
     link: opt.Link = None,
     source: opt.Source = "auto",
     repack: opt.Repack = True,
+    rpc: opt.Rpc = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
@@ -134,7 +135,7 @@ def serve(
     """
     from speculoe_local.cli.engine_thread import leave
     from speculoe_local.runtime import Sampling
-    from speculoe_local.server import logs
+    from speculoe_local.server.http import logs
     from speculoe_local.server.serving import Serving, listen
     from speculoe_local.server.settings import Settings
 
@@ -158,6 +159,7 @@ def serve(
             ubatch=ubatch,
             source=source,
             repack=repack,
+            rpc=rpc,
         ),
         sampling=Sampling(
             temp=temp,

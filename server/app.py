@@ -11,35 +11,30 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import speculoe_local
-from speculoe_local.server import (
-    anthropic,
-    embeddings,
-    llama_native,
-    ollama,
-    openai_chat,
-    openai_completions,
-    page,
-    responses,
-)
-from speculoe_local.server.dialects import envelope_for
-from speculoe_local.server.envelopes import fault_response
+from speculoe_local.server.dialects.anthropic import routes as anthropic
+from speculoe_local.server.dialects.by_path import envelope_for
+from speculoe_local.server.dialects.llama import routes as llama
+from speculoe_local.server.dialects.ollama import routes as ollama
+from speculoe_local.server.dialects.openai import chat, completions, embeddings, responses
 from speculoe_local.server.errors import Fault, Loading
+from speculoe_local.server.http.envelopes import fault_response
+from speculoe_local.server.http.logs import Logged
+from speculoe_local.server.http.metrics import Metrics
+from speculoe_local.server.http.paths import App, Forgiving, Receive, Scope, Send
+from speculoe_local.server.http.safety import Guarded
+from speculoe_local.server.http.wire import json_response
 from speculoe_local.server.jobs import Backends
-from speculoe_local.server.logs import Logged
-from speculoe_local.server.metrics import Metrics
-from speculoe_local.server.paths import App, Forgiving, Receive, Scope, Send
-from speculoe_local.server.safety import Guarded
+from speculoe_local.server.page import routes as page
 from speculoe_local.server.settings import Settings
-from speculoe_local.server.wire import json_response
 
 __all__ = ["create_app"]
 
 _DIALECTS = (
-    openai_chat,
-    openai_completions,
+    chat,
+    completions,
     embeddings,
     responses,
-    llama_native,
+    llama,
     ollama,
     anthropic,
     page,
@@ -73,7 +68,7 @@ def create_app(backends: Backends, settings: Settings, metrics: Metrics) -> App:
     api.include_router(metrics.router(backends, settings))
     api.add_exception_handler(HTTPException, _no_route)
     api.add_exception_handler(Exception, _failed)
-    return Logged(Guarded(Ready(Forgiving(api), backends), settings), settings)
+    return Logged(Guarded(Ready(Forgiving(api), backends), settings, envelope_for), settings)
 
 
 class Ready:

@@ -1,6 +1,6 @@
 """What dialects hand to a model and get back: jobs in, deltas out. Values and protocols only.
 
-Knows no dialect and no engine; `server/scheduler.py` implements `Backend`, `server/models.py` implements
+Knows no dialect and no engine; `batching/scheduler.py` implements `Backend`, `models.py` implements
 `Backends`, and dialects use nothing else of either.
 """
 

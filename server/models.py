@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from speculoe_local.runtime.opened import Opened, open_model
+from speculoe_local.server.batching.diskcache import DiskCache
+from speculoe_local.server.batching.runner import sequences_for
+from speculoe_local.server.batching.scheduler import Observer, Scheduler
 from speculoe_local.server.catalog import check_memory, entry_of
-from speculoe_local.server.diskcache import DiskCache
 from speculoe_local.server.errors import Loading, NoMemory, ShuttingDown, UnknownModel
 from speculoe_local.server.jobs import ModelEntry
-from speculoe_local.server.runner import sequences_for
-from speculoe_local.server.scheduler import Observer, Scheduler
 from speculoe_local.server.settings import Settings
 
 __all__ = ["Models"]

@@ -12,7 +12,7 @@ import uvicorn
 
 from speculoe_local.runtime.errors import OptionError, SpeculoeError
 from speculoe_local.server.app import create_app
-from speculoe_local.server.metrics import Metrics
+from speculoe_local.server.http.metrics import Metrics
 from speculoe_local.server.models import Models
 from speculoe_local.server.settings import Settings
 

@@ -36,13 +36,14 @@ def test_the_wheel_has_our_packages_and_libraries_only(wheel: Path) -> None:
     libraries = {Path(name).name for name in names if name.endswith(".so")}
 
     assert {"speculoe_local"} == {top for top in tops if not top.endswith(".dist-info")}
-    assert {"__init__.py", "py.typed", "runtime", "convert", "server", "cli"} == inside
+    assert {"__init__.py", "py.typed", "runtime", "convert", "hub", "server", "cli"} == inside
     assert {
         "libllama.so",
         "libspeculoe.so",
         "libspeculoe-ggml.so",
         "libspeculoe-ggml-base.so",
         "libspeculoe-ggml-cpu.so",
+        "libspeculoe-ggml-rpc.so",
     } == libraries
     assert any(name.startswith("speculoe_local/convert/data/") for name in names)
     assert wheel.name.startswith("speculoe_local-0.1.0-py3-none-")

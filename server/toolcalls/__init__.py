@@ -1,5 +1,8 @@
 """Calls of functions in the text of answers: what they are (base), one file per way to write them, and
-which of these a model uses (formats)."""
+which of these a model uses (formats); and the reasoning before them (thinking).
+
+Pure. Knows nothing of HTTP, dialects, tokens or how functions are run.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from speculoe_local.server import thinking
-from speculoe_local.server.toolcalls import glm, harmony, hermes, qwen3_coder
+from speculoe_local.server.toolcalls import glm, harmony, hermes, qwen3_coder, thinking
 from speculoe_local.server.toolcalls.base import CallEnd, Event, Parser, Schemas
 from speculoe_local.server.toolcalls.feed import Feed, NotACall, Reading
 from speculoe_local.server.toolcalls.output import Output, Reader

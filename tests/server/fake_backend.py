@@ -1,7 +1,7 @@
 """A backend without a model: it answers each job with deltas that a test scripts.
 
     backend = FakeBackend(say("Hello", " world"))
-    client = client_of(openai_chat.router(FakeBackends(backend), Settings()))
+    client = client_of(chat.router(FakeBackends(backend), Settings()))
 
 A script is a function from the job to steps: a Delta is delivered, an exception raised, an
 asyncio.Event waited for. `backend.jobs` records what was asked, `ticket.cancelled` who left.

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from speculoe_local.runtime import EngineOptions
 from speculoe_local.runtime.errors import ModelError, OptionError
 from speculoe_local.server.app import create_app
-from speculoe_local.server.metrics import Metrics
+from speculoe_local.server.http.metrics import Metrics
 from speculoe_local.server.models import Models
 from speculoe_local.server.serving import listen
 from speculoe_local.server.settings import Settings

@@ -1,0 +1,1 @@
+"""The Anthropic dialect. Knows no other dialect."""

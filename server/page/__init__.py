@@ -1,0 +1,1 @@
+"""The page at `/`, and its files in static/. Knows nothing of models but what a snapshot says."""
