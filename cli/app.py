@@ -21,8 +21,10 @@ from speculoe_local.cli import (
     chat,
     doctor,
     evaluate,
+    plan,
     pull,
     replay,
+    rpc_serve,
     serve,
     show,
     trace,
@@ -100,7 +102,9 @@ app.command("path")(cached.path)
 app.command("verify")(cached.verify)
 app.command("rm")(cached.rm)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 app.command("replay")(replay.replay)
+app.command("rpc-serve")(rpc_serve.rpc_serve)
 app.command("trace")(trace.trace)
 app.command("inspect")(inspect_command.inspect)
 app.command("quantize")(quantize_command.quantize)

@@ -66,9 +66,11 @@ def bench(
     sidecar: opt.Sidecar = None,
     json_: opt.Json = False,
     expert_budget: opt.ExpertBudget = "25%",
+    device: opt.Device = "auto",
     link: opt.Link = None,
     source: opt.Source = "auto",
     repack: opt.Repack = True,
+    rpc: opt.Rpc = None,
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
     batch: opt.Batch = 512,
@@ -84,7 +86,7 @@ def bench(
         weights=weights,
         unmeasured=unmeasured,
         predict=predict,
-        device="auto",
+        device=device,
         link=link,
         sidecar=sidecar,
         threads=threads,
@@ -93,6 +95,7 @@ def bench(
         ubatch=ubatch,
         source=source,
         repack=repack,
+        rpc=rpc,
     )
     names = tuple(name.strip() for name in runs.split(",") if name.strip())
     if upstream is None and Path("build/upstream/lib").is_dir():

@@ -73,6 +73,7 @@ def chat(
     link: opt.Link = None,
     source: opt.Source = "auto",
     repack: opt.Repack = True,
+    rpc: opt.Rpc = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
@@ -106,6 +107,7 @@ def chat(
         ubatch=ubatch,
         source=source,
         repack=repack,
+        rpc=rpc,
     )
     conversation = Conversation(
         sampling=Sampling(

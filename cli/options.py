@@ -28,6 +28,7 @@ __all__ = [
     "Predict",
     "Repack",
     "RepeatPenalty",
+    "Rpc",
     "Seed",
     "Sidecar",
     "Source",
@@ -106,6 +107,14 @@ Device = Annotated[
     typer.Option(
         metavar="DEV",
         help="auto, cpu, cuda, vulkan or metal, with :N for the N-th.",
+    ),
+]
+Rpc = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT,...",
+        show_default=False,
+        help="Give layers to machines where rpc-serve runs; HOST:PORT=N says how many.",
     ),
 ]
 Threads = Annotated[
@@ -189,6 +198,7 @@ def engine_options(
     ubatch: int,
     source: str,
     repack: bool,
+    rpc: str | None = None,
 ) -> EngineOptions:
     """The options above as the engine takes them."""
     from speculoe_local.runtime import EngineOptions
@@ -208,6 +218,7 @@ def engine_options(
         ubatch=ubatch,
         source=source,
         repack=repack,
+        rpc=rpc,
     )
 
 

@@ -314,7 +314,10 @@ class Engine:
             raise SourceError(reason)
         if status == _ABORTED and self._interrupted.is_set():
             return False
-        raise BackendError(f"llama_decode failed with status {status} at {len(self._past)} tokens")
+        raise BackendError(
+            self._context.fault
+            or f"llama_decode failed with status {status} at {len(self._past)} tokens"
+        )
 
     def forget(self) -> None:
         """Drop the context's KV, so that the next prompt is run whole."""

@@ -16,16 +16,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from speculoe_local.runtime import rpc
 from speculoe_local.runtime.devices import Device
 from speculoe_local.runtime.errors import BackendError, ModelError
-from speculoe_local.runtime.lib import llama, log
+from speculoe_local.runtime.lib import llama, llama_library, log
+from speculoe_local.runtime.spread import Spread
 from speculoe_local.runtime.vocabulary import Fim, Vocabulary
 
 __all__ = ["Context", "Fim", "Model", "Vocabulary"]
 
 # Expert weights that slots serve: mapped but never touched (patches/llama-lazy-override.patch).
-_EXPERT_TENSORS = rb"blk\.[0-9]+\.ffn_(up|gate|down|gate_up)_exps\.weight"
+_EXPERT_TENSORS = r"blk\.(?:{layers})\.ffn_(up|gate|down|gate_up)_exps\.weight"
+# A tied embedding is the output too.
+_OUTPUT_TENSORS = rb"^(output|output_norm|token_embd)\."
 _ALL_LAYERS = 1 << 20
+_FAILED = -3  # llama_decode's status when a graph failed
 _LOAD_WHOLE = 0  # LLAMA_LOAD_MODE_NONE: read into memory of our own, safe from a file that shrinks
 
 
@@ -45,9 +50,11 @@ class Model:
         lazy_experts: bool,
         repack: bool,
         device: Device | None = None,
+        spread: Spread | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Weights go to `device`, lazy experts excepted; None: main memory.
+        """Weights go to `device`, lazy experts excepted; None: main memory. With `spread` to the devices
+        that it names, and only the experts of its local layers are lazy.
 
         Raises ModelError with llama.cpp's reason when it refuses the file.
 
@@ -63,7 +70,13 @@ class Model:
                 raised.append(error)
             return not raised
 
-        overrides = (_BuftOverride * 2)(_BuftOverride(_EXPERT_TENSORS, None), _BuftOverride())
+        layers = "[0-9]+" if spread is None else "|".join(map(str, spread.local))
+        patterns: list[tuple[bytes, int | None]] = []
+        if lazy_experts:
+            patterns.append((_EXPERT_TENSORS.format(layers=layers).encode(), None))
+        if spread is not None and spread.output_here:
+            patterns.append((_OUTPUT_TENSORS, _main_memory()))
+        overrides = (_BuftOverride * (len(patterns) + 1))(*(_BuftOverride(*p) for p in patterns))
         callback = llama.llama_progress_callback(on_progress)
         params = llama.llama_model_default_params()
         # A list of none keeps llama.cpp from taking a device that another engine has opened.
@@ -71,10 +84,20 @@ class Model:
         params.devices = ctypes.cast(on, ctypes.c_void_p)
         params.n_gpu_layers = _ALL_LAYERS if device else 0
         params.split_mode = llama.LLAMA_SPLIT_MODE_NONE
+        if spread is not None:
+            handles = [d.handle for d in spread.devices]
+            several = (ctypes.c_void_p * (len(handles) + 1))(*handles)
+            shares = (ctypes.c_float * llama.llama_max_devices())(*spread.shares)
+            params.devices = ctypes.cast(several, ctypes.c_void_p)
+            params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+            params.n_gpu_layers = spread.n_offloaded
+            params.split_mode = llama.LLAMA_SPLIT_MODE_LAYER
+        self.endpoints = spread.endpoints if spread is not None else ()
         params.use_extra_bufts = repack
         params.progress_callback = callback
         if lazy_experts:
             params.load_mode = _LOAD_WHOLE
+        if patterns:
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         log.clear()
         self._handle = llama.llama_model_load_from_file(os.fsencode(path), params)
@@ -83,7 +106,7 @@ class Model:
                 llama.llama_model_free(self._handle)
             raise raised[0]
         if not self._handle:
-            raise ModelError(f"{path} cannot be loaded: {log.last()}")
+            raise _left(self.endpoints) or ModelError(f"{path} cannot be loaded: {log.last()}")
         self.vocab = Vocabulary(self._handle)
         self.n_ctx_train: int = llama.llama_model_n_ctx_train(self._handle)
 
@@ -152,7 +175,7 @@ class Context:
         log.clear()
         self._handle = llama.llama_init_from_model(model.handle, params)
         if not self._handle:
-            raise BackendError(
+            raise _left(model.endpoints) or BackendError(
                 f"no context of {shape.n_ctx} tokens: {log.last()}; use a smaller --ctx"
             )
         self.n_ctx: int = llama.llama_n_ctx_seq(self._handle)
@@ -160,6 +183,8 @@ class Context:
         self.n_ubatch: int = llama.llama_n_ubatch(self._handle)
         self.n_vocab = model.vocab.size
         self.n_embd: int = llama.llama_model_n_embd_out(model.handle)
+        self._endpoints = model.endpoints
+        self.fault = ""  # why no batch will run any more
         self._memory = llama.llama_get_memory(self._handle)
         self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
 
@@ -181,8 +206,19 @@ class Context:
             batch.seq_id[i][0] = sequence
             batch.logits[i] = 0
         batch.logits[n - 1] = int(logits)
-        status: int = llama.llama_decode(self._handle, batch)
-        return status
+        return self._run_batch()
+
+    def _run_batch(self) -> int:
+        """llama_decode's status; where another machine is gone, a failure, and `fault` says which."""
+        status: int = llama.llama_decode(self._handle, self._batch)
+        if not self._endpoints:
+            return status
+        llama.llama_synchronize(self._handle)  # what was sent has come back, or never will
+        gone = rpc.lost(self._endpoints)
+        if not gone:
+            return status
+        self.fault = str(_gone(gone))
+        return status or _FAILED
 
     def decode_many(self, rows: Sequence[tuple[int, int, int]]) -> int:
         """Run one token of several sequences: (token, position, sequence) each, all with logits."""
@@ -194,8 +230,7 @@ class Context:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = sequence
             batch.logits[i] = 1
-        status: int = llama.llama_decode(self._handle, batch)
-        return status
+        return self._run_batch()
 
     def decode_rows(self, rows: Sequence[tuple[int, int, int, bool]]) -> int:
         """Run tokens of several sequences: (token, position, sequence, whether it gets logits) each.
@@ -210,8 +245,7 @@ class Context:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = sequence
             batch.logits[i] = int(output)
-        status: int = llama.llama_decode(self._handle, batch)
-        return status
+        return self._run_batch()
 
     def logits(self, row: int = -1) -> npt.NDArray[np.float32]:
         """Logits [n_vocab] float32 of a row of the last batch; a view that the next decode overwrites."""
@@ -256,3 +290,24 @@ class Context:
         if handle:
             llama.llama_batch_free(self._batch)
             llama.llama_free(handle)
+
+
+def _left(endpoints: Sequence[str]) -> BackendError | None:
+    """Why opening failed, if a machine has gone away meanwhile."""
+    gone = rpc.silent(endpoints)
+    return _gone(gone) if gone else None
+
+
+def _gone(endpoint: str) -> BackendError:
+    return BackendError(
+        f"{endpoint} is gone, and its layers with it; run `speculoe-local rpc-serve` there again, "
+        "then open the model again"
+    )
+
+
+def _main_memory() -> int:
+    """The buffer type of the CPU: an override to it may still use the CPU's own layouts."""
+    find = llama_library.ggml_backend_cpu_buffer_type
+    find.restype, find.argtypes = ctypes.c_void_p, []
+    found: int = find()
+    return found

@@ -12,27 +12,27 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from speculoe_local.runtime import devices, machine, placement
+from speculoe_local.runtime import devices, machine, placement, rpc
 from speculoe_local.runtime.devices import Device
 from speculoe_local.runtime.errors import ModelError, OptionError
 from speculoe_local.runtime.expertfile import ExpertFile, expert_file_path
 from speculoe_local.runtime.llama import Context, Model, Shape
 from speculoe_local.runtime.modelmap import ModelMap
-from speculoe_local.runtime.options import EngineOptions, parse_link
+from speculoe_local.runtime.options import EngineOptions, parse_link, parse_peers
 from speculoe_local.runtime.orchestrator import NativeLoop, Orchestrator
 from speculoe_local.runtime.placement import Placement
 from speculoe_local.runtime.predict import Predictor, QuasiHidden, default_name, make_predictor
 from speculoe_local.runtime.sidecar import Quality, Sidecar, sidecar_path
 from speculoe_local.runtime.slots import ExpertSlots
 from speculoe_local.runtime.speculate import Speculation, quality_of
+from speculoe_local.runtime.spread import Spread, device_reserve, spread
 from speculoe_local.runtime.stats import Tier
 
 __all__ = ["Opened", "open_model"]
 
 _logger = logging.getLogger(__name__)
-_DEVICE_RESERVE_BYTES = 1 << 30  # KV, compute buffers, and what others on the device may take
 _logger = logging.getLogger(__name__)
 
 
@@ -94,16 +94,21 @@ def open_model(
     Raises ModelError, BudgetError, OptionError, SourceError or BackendError.
     """
     begin = time.perf_counter()
-    found = ModelMap.read(path)
+    whole = found = ModelMap.read(path)
     host = machine.look()
     device = devices.choose(options.device)
+    parts = _spread(options, whole, device, host)
+    if parts is not None:
+        found = parts.of(whole)  # from here on, what of it is on this machine
     budget = placement.parse_budget(options.expert_budget)
     if options.buffers == "two-layer":
         placed = placement.two_layers(found)
     else:
         placed = placement.plan(found, budget, **_room(device, host))
+    if parts is not None:
+        placed = _away(placed, whole, found, parts)
     slotted = placed.kind == "slotted"
-    sidecar = _sidecar(options, found)
+    sidecar = _sidecar(options, whole)
     mode = options.mode if slotted else "exact"  # with all experts at hand there is nothing to gain
     quality = quality_of(options, found, sidecar) if mode != "exact" else None
     if options.link and not slotted:
@@ -118,6 +123,7 @@ def open_model(
                     lazy_experts=slotted,
                     repack=options.repack,
                     device=device,
+                    spread=parts,
                     progress=progress,
                 )
             )
@@ -135,7 +141,7 @@ def open_model(
                 repack=options.repack,
                 device=device.name if device else None,
                 link=parse_link(options.link) if options.link else None,
-                expert_file=_expert_file(found),
+                expert_file=_expert_file(whole),
             )
             undo.callback(slots.close)
         context = Context(
@@ -190,8 +196,25 @@ def _room(device: Device | None, host: machine.Machine) -> dict[str, int]:
     """Free fast memory, and what of it is not for experts. Drivers spill silently when nearly full."""
     if device is None:
         return {"available_bytes": host.available_bytes}
-    reserve = max(_DEVICE_RESERVE_BYTES, device.total_bytes // 10)
-    return {"available_bytes": device.free_bytes, "reserve_bytes": reserve}
+    return {"available_bytes": device.free_bytes, "reserve_bytes": device_reserve(device)}
+
+
+def _spread(
+    options: EngineOptions, model: ModelMap, device: Device | None, host: machine.Machine
+) -> Spread | None:
+    """Which layers other machines take; None without any."""
+    if options.rpc is None:
+        return None
+    members = rpc.connect(parse_peers(options.rpc))
+    free = host.available_bytes if device is None else device.free_bytes
+    return spread(model, members, device, free)
+
+
+def _away(placed: Placement, whole: ModelMap, here: ModelMap, parts: Spread) -> Placement:
+    """`placed` for the layers that are here, saying where the others are."""
+    if whole.is_moe and not here.is_moe:
+        placed = replace(placed, kind="resident", reason="no layer with experts is on this machine")
+    return replace(placed, reason=f"{placed.reason}; {parts.describe()}")
 
 
 def _tier(

@@ -9,13 +9,25 @@ from typing import Literal
 
 from speculoe_local.runtime.errors import OptionError
 
-__all__ = ["EngineOptions", "Link", "Message", "Sampling", "parse_link"]
+__all__ = [
+    "EngineOptions",
+    "Link",
+    "Message",
+    "Peer",
+    "Sampling",
+    "parse_device",
+    "parse_link",
+    "parse_peers",
+]
 
 _MODES = ("exact", "speculate", "estimate", "hybrid")
 _BUFFERS = ("slots", "two-layer")
 _SOURCES = ("auto", "buffered", "direct", "mapped")
 _RATE = re.compile(r"([0-9.]+)\s*([kmgt]?)(i?)b/s", re.IGNORECASE)
+_DEVICE = re.compile(r"(auto|cpu|cuda|vulkan|metal)(?::([0-9]{1,3}))?")
 _TIME = re.compile(r"([0-9.]+)\s*(ns|us|ms|s)", re.IGNORECASE)
+_PEER = re.compile(r"([A-Za-z0-9._-]{1,253}):([0-9]{1,5})(?:=([0-9]{1,5}))?")
+_MOST_PEERS = 8  # of the 16 devices that llama.cpp takes, some have two
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -72,13 +84,27 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """A machine that `rpc-serve` runs on. `layers`: how many go there; None: by its free memory."""
+
+    host: str
+    port: int
+    layers: int | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How a model is opened. Raises OptionError when a value is not usable, before any work.
 
     `predict` None means hybrid with a sidecar, quasi-hidden without. `buffers` two-layer keeps no expert from one layer
     to the next (a measurement: the setting of arXiv 2603.19289); the budget then does not count. `weights`:
     what predicted experts are weighted by in a lossy mode, the prediction or the true router. `unmeasured`
-    runs such a mode although the sidecar does not say what it costs.
+    runs such a mode although the sidecar does not say what it costs. `rpc`: `HOST:PORT[=LAYERS],...`, other
+    machines that take layers.
     """
 
     expert_budget: str = "auto"
@@ -99,12 +125,14 @@ class EngineOptions:
     buffers: str = "slots"
     loop: str = "python"
     repack: bool = True
+    rpc: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("--mode", self.mode, _MODES)
         _one_of("--source", self.source, _SOURCES)
         _one_of("--weights", self.weights, ("predicted", "true"))
         _one_of("--buffers", self.buffers, _BUFFERS)
+        parse_device(self.device)
         _one_of("loop", self.loop, ("python", "native"))
         for name in ("threads", "ctx", "batch", "ubatch", "upload_threads"):
             value = getattr(self, name)
@@ -112,6 +140,23 @@ class EngineOptions:
                 raise OptionError(f"--{name.replace('_', '-')} {value} is not in 1..{1 << 24}")
         if self.link is not None:
             parse_link(self.link)
+        if self.rpc is not None:
+            parse_peers(self.rpc)
+            if self.mode != "exact":
+                raise OptionError(
+                    f"--mode {self.mode} does not go with --rpc: layers of other machines execute no "
+                    "predictions; use --mode exact"
+                )
+
+
+def parse_device(text: str) -> tuple[str, int]:
+    """Read `cpu`, `vulkan`, `cuda:1`: the kind, and which of it. Raises OptionError for anything else."""
+    named = _DEVICE.fullmatch(text)
+    if named is None:
+        raise OptionError(
+            f"--device {text[:40]!r} is not known; use auto, cpu, cuda, vulkan or metal, with :N for the N-th"
+        )
+    return named[1], int(named[2] or 0)
 
 
 def parse_link(text: str) -> Link:
@@ -132,6 +177,21 @@ def parse_link(text: str) -> Link:
     if per_second <= 0:
         raise OptionError(f"--link {text[:40]!r} moves nothing; use a rate above 0")
     return Link(per_second, latency)
+
+
+def parse_peers(text: str) -> tuple[Peer, ...]:
+    """Read `HOST:PORT,HOST:PORT=LAYERS`. Raises OptionError for anything else, and for one named twice."""
+    peers = []
+    for part in text.split(","):
+        match = _PEER.fullmatch(part.strip())
+        if match is None or not 1 <= int(match[2]) <= 65535 or match[3] == "0":
+            raise OptionError(
+                f"--rpc {part.strip()[:60]!r} is not HOST:PORT[=LAYERS]; use for example 10.0.0.2:50052"
+            )
+        peers.append(Peer(match[1], int(match[2]), int(match[3]) if match[3] else None))
+    if len(peers) > _MOST_PEERS or len({peer.endpoint for peer in peers}) < len(peers):
+        raise OptionError(f"--rpc {text[:60]!r} names one twice, or more than {_MOST_PEERS}")
+    return tuple(peers)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
