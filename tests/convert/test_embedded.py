@@ -16,8 +16,12 @@ from typing import NamedTuple, NoReturn
 import pytest
 
 from speculoe_local.convert import embedded, files, gguf_raw
+from speculoe_local.convert.embedded import embedded_model
 from speculoe_local.convert.split import pack_split
 from speculoe_local.runtime.errors import ModelError
+from speculoe_local.runtime.modelmap import ModelMap
+from speculoe_local.runtime.sidecar import Sidecar, sidecar_path
+from speculoe_local.runtime.speculate import EXECUTES
 from tests.convert.test_split import random_split
 from tests.models.tiny import build
 
@@ -193,3 +197,13 @@ def test_the_cache_folder_is_the_users_unless_overridden(
     assert "speculoe-local" in show().parts
     monkeypatch.setenv("SPECULOE_CACHE", str(tmp_path))
     assert tmp_path == show()
+
+
+def test_the_sidecar_that_ships_is_of_the_embedded_model_and_says_what_lossy_modes_cost() -> None:
+    model = ModelMap.read(embedded_model())
+
+    found = Sidecar.read(sidecar_path(embedded_model()), model)
+
+    assert sum(layer.predictable for layer in found.layers) == len(model.layers) - 1
+    assert {f"{m}/{w}" for m in EXECUTES for w in ("predicted", "true")} == found.quality.keys()
+    assert all(0 < quality.kl < 0.1 for quality in found.quality.values())
