@@ -68,7 +68,7 @@ class RunReport:
     `copy_ms`: uploaded bytes over the link's rate; `compute_ms`: TPOT less stall. `overlap_bound`: the
     share of on-demand TPOT that perfect overlap could hide, sum over layers but the first of
     min(copy, window), over TPOT, where the window is the time from a layer having its experts to the
-    next asking for its own; `overlap_reached`: what this run hid of it. Both 0 without an on-demand run.
+    next asking for its own; `overlap_reached`: what this run hid of it. Both 0 without an on-demand run, or with a cache.
     `fixed_us_per_layer`: compute beyond the resident run's, in microseconds per MoE layer: reading ids back,
     waking, launching; what remains when all hits. 0 without a resident run. `kl` is what the sidecar says a lossy run costs, None if that was never measured.
     """
@@ -272,7 +272,9 @@ def _summarize(
     stall = 1e-9 * statistics.median(
         t.get("slots", {}).get("stall_ns", 0) / len(t["tokens"]) for t in timings
     )
-    bound, reached = _overlap(plan, rate, timings, ondemand) if ondemand else (0.0, 0.0)
+    # What a cache keeps is not overlap: the figure is for runs that keep as little as on-demand does.
+    alike = ondemand if plan.options.buffers == "two-layer" else None
+    bound, reached = _overlap(plan, rate, timings, alike) if alike else (0.0, 0.0)
     return RunReport(
         name=name,
         tpot_ms=tpot * 1e3,
