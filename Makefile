@@ -9,6 +9,9 @@ STAMPS   := build/stamps
 JOBS     ?= $(shell nproc 2>/dev/null || echo 2)
 CMAKE    := $(VENV)/bin/cmake
 CMAKE_ARGS_EXTRA ?=
+# What the libraries compute on beside the CPU; what was said last stays until something else is said.
+BACKEND            ?= $(shell sed -n 1p $(STAMPS)/backend 2>/dev/null | grep . || echo cpu)
+CUDA_ARCHITECTURES ?= $(shell sed -n 2p $(STAMPS)/backend 2>/dev/null)
 PATCHED  := build/patches-checkout
 SANITIZE := address,undefined
 
@@ -16,7 +19,7 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f 2>/dev/null) $(wild
 
 .DEFAULT_GOAL := help
 .PHONY: help setup chat test check fix bench native upstream sanitize golden clean \
-        patches-checkout patches-refresh patches-check
+        patches-checkout patches-refresh patches-check FORCE
 
 help:             ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 20
@@ -25,9 +28,9 @@ chat: setup       ## open a chat with the embedded model; P="text" or piped stdi
 	@$(VENV)/bin/speculoe-local chat $(if $(P),-p "$$P") $(ARGS)
 export P
 
-setup: $(STAMPS)/native $(STAMPS)/embedded ## .venv, libraries, embedded model
+setup: $(STAMPS)/native $(STAMPS)/embedded ## .venv, libraries, embedded model; BACKEND=cpu, vulkan, cuda or auto
 test: setup $(STAMPS)/dev $(STAMPS)/upstream ## everything the tests need, then the whole suite
-	$(PY) -m pytest -q $(ARGS)
+	BACKEND=$$(sed -n 1p $(STAMPS)/backend) $(PY) -m pytest -q $(ARGS)
 
 bench: setup $(STAMPS)/upstream ## our decode loop beside the unpatched library's
 	$(VENV)/bin/speculoe-local bench $(ARGS)
@@ -74,13 +77,22 @@ $(STAMPS)/editable: $(STAMPS)/venv
 	@$(PIP) install -c constraints.txt --no-build-isolation -C cmake.args=-DSPECULOE_LIBRARIES=OFF -e '.[embedded]'
 	@touch $@
 
-$(STAMPS)/native: $(STAMPS)/editable $(NATIVE_SOURCES)
+# Written only when the choice changes, so that only then the libraries are built again; the CPU's are not.
+$(STAMPS)/backend: FORCE
+	@scripts/backends choose $@ "$(BACKEND)" "$(CUDA_ARCHITECTURES)"
+FORCE:
+
+$(STAMPS)/native: $(STAMPS)/backend $(STAMPS)/editable $(NATIVE_SOURCES)
 	@echo "setup 3/4: llama.cpp with patches, and libspeculoe ($(JOBS) jobs; minutes when cold)"
-	@$(CMAKE) -G Ninja -S . -B build/native -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
-	   -DPython3_EXECUTABLE=$(CURDIR)/$(PY) -DSPECULOE_LIBRARIES=ON $(CMAKE_ARGS_EXTRA) > build/native-configure.log 2>&1 \
+	@scripts/backends packages $(STAMPS)/backend $(CURDIR)/$(PY)
+	@given=$$(scripts/backends options $(STAMPS)/backend $(CURDIR)/$(PY)) && mapfile -t given <<< "$$given" && \
+	 $(CMAKE) -G Ninja -S . -B build/native -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+	   -DPython3_EXECUTABLE=$(CURDIR)/$(PY) -DSPECULOE_LIBRARIES=ON "$${given[@]}" $(CMAKE_ARGS_EXTRA) > build/native-configure.log 2>&1 \
 	   || { tail -n 20 build/native-configure.log; exit 1; }
 	@NINJA_STATUS='[%f/%t] ' $(CMAKE) --build build/native -j $(JOBS) | scripts/progress build/native-build.log
-	@$(CMAKE) --install build/native --component speculoe --prefix $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))') > /dev/null
+	@site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))') && \
+	 $(CMAKE) --install build/native --component speculoe --prefix "$$site" > /dev/null && \
+	 scripts/backends prune $(STAMPS)/backend "$$site/speculoe_local/runtime/lib"
 	@touch $@
 
 $(STAMPS)/embedded: $(STAMPS)/native $(wildcard convert/data/*) convert/embedded.py

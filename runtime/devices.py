@@ -9,18 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
 from speculoe_local.runtime import lib
 from speculoe_local.runtime.errors import OptionError
+from speculoe_local.runtime.options import parse_device
 
-__all__ = ["KINDS", "Device", "available", "built", "choose"]
+__all__ = ["KINDS", "Device", "available", "built", "choose", "listed", "registry"]
 
 KINDS: Final = ("cuda", "vulkan", "metal")  # in the order in which auto prefers them
 _TYPES: Final = ("cpu", "gpu", "igpu", "accelerator", "meta")  # ggml_backend_dev_type
-_NAMED: Final = re.compile(r"(auto|cpu|cuda|vulkan|metal)(?::([0-9]{1,3}))?")
 
 
 class _Props(ctypes.Structure):
@@ -80,7 +79,16 @@ def built() -> tuple[str, ...]:
 
 def available(kind: str) -> tuple[Device, ...]:
     """The devices of one kind, with their memory as of now. Opens the module, once."""
-    return tuple(_describe(kind, i, handle) for i, handle in enumerate(_open(kind)))
+    return listed(kind, registry(kind)) if kind in built() else ()
+
+
+def listed(kind: str, opened: int) -> tuple[Device, ...]:
+    """The devices of a registry of ggml's (its address), with their memory as of now."""
+    ggml = _ggml()
+    return tuple(
+        _describe(kind, i, ggml.ggml_backend_reg_dev_get(opened, i))
+        for i in range(ggml.ggml_backend_reg_dev_count(opened))
+    )
 
 
 def choose(asked: str) -> Device | None:
@@ -89,16 +97,11 @@ def choose(asked: str) -> Device | None:
     `auto` takes the first real GPU of what is built, or the CPU; a software driver only by its name.
     Raises OptionError for a name that is not known, not built, or not there.
     """
-    named = _NAMED.fullmatch(asked)
-    if named is None:
-        raise OptionError(
-            f"--device {asked[:40]!r} is not known; use auto, cpu, cuda, vulkan or metal, with :N for the N-th"
-        )
-    kind, index = named[1], int(named[2] or 0)
+    kind, index = parse_device(asked)
     if kind == "cpu":
         return None
     if kind == "auto":
-        return next((d for k in built() for d in available(k) if not d.is_software), None)
+        return next((d for k in built() for d in _started(k) if not d.is_software), None)
     if kind not in built():
         raise OptionError(
             f"--device {kind} is not built in; run `make setup BACKEND={kind}`, or use cpu or auto"
@@ -110,22 +113,30 @@ def choose(asked: str) -> Device | None:
     return found[index]
 
 
+def _started(kind: str) -> tuple[Device, ...]:
+    """The devices of one kind; none where its driver does not start, as on a machine without a card."""
+    try:
+        return available(kind)
+    except OptionError:
+        return ()
+
+
 def _module(kind: str) -> Any:
     return lib.library_folder() / f"libspeculoe-ggml-{kind}{lib.SUFFIX}"
 
 
 @functools.cache
-def _open(kind: str) -> tuple[int, ...]:
-    if kind not in built():
-        return ()
-    ggml = _ggml()
-    registry = ggml.ggml_backend_load(os.fsencode(_module(kind)))
-    if not registry:
+def registry(kind: str) -> int:
+    """ggml's registry (its address) of a module, opened once. Raises OptionError if it does not start."""
+    try:
+        # Opened here first, as libllama is (see lib): its symbols must come from our ggml.
+        ctypes.CDLL(str(_module(kind)), mode=lib.OWN_SYMBOLS)
+    except OSError as error:
+        raise OptionError(f"--device {kind}: its module does not load: {error}") from error
+    opened: int | None = _ggml().ggml_backend_load(os.fsencode(_module(kind)))
+    if not opened:
         raise OptionError(f"--device {kind}: its driver does not start: {lib.log.last()}")
-    return tuple(
-        ggml.ggml_backend_reg_dev_get(registry, i)
-        for i in range(ggml.ggml_backend_reg_dev_count(registry))
-    )
+    return opened
 
 
 def _describe(kind: str, index: int, handle: int) -> Device:

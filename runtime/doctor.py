@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -12,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speculoe_local.runtime import lib, machine
+from speculoe_local.runtime import devices, lib, machine, transfers
+from speculoe_local.runtime.devices import Device
+from speculoe_local.runtime.errors import BackendError, OptionError
 from speculoe_local.runtime.placement import format_bytes
 
 __all__ = ["DiskRate", "Finding", "examine", "measure_disk"]
@@ -20,6 +21,7 @@ __all__ = ["DiskRate", "Finding", "examine", "measure_disk"]
 _READ_BYTES = 512 << 10  # about one expert
 _LIMIT_BYTES = 256 << 20
 _LIMIT_S = 1.0
+_HIDES = 0.5  # of a copy's time, from which on it counts as running beside graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def examine(model: Path | None = None) -> list[Finding]:
             f"{build['package']} {build['version']}, digest {build['digest']}, {build['build_type']}",
         ),
         Finding("patches", ", ".join(build["patches"]) or "none"),
-        Finding("devices", ", ".join(_devices()), "experts are computed on the CPU"),
+        *_devices(),
     ]
     if model is not None:
         rate = measure_disk(model)
@@ -118,16 +120,62 @@ def _features() -> str:
     return ", ".join(on) or "no extensions"
 
 
-def _devices() -> list[str]:
-    """What ggml computes on; its functions are reached through libllama, which links them."""
-    ggml = lib.llama_library
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    ggml.ggml_backend_dev_description.restype = ctypes.c_char_p
-    ggml.ggml_backend_dev_description.argtypes = [ctypes.c_void_p]
-    described: list[bytes] = [
-        ggml.ggml_backend_dev_description(ggml.ggml_backend_dev_get(index))
-        for index in range(ggml.ggml_backend_dev_count())
-    ]
-    return [raw.decode("utf-8", "replace").strip() for raw in described]
+def _devices() -> list[Finding]:
+    """What this build can compute on besides the CPU, and what each device is worth."""
+    built = devices.built()
+    if not built:
+        return [
+            Finding(
+                "devices",
+                "no module but the CPU's",
+                "for a card `make setup BACKEND=vulkan` or cuda",
+            )
+        ]
+    findings = []
+    for kind in built:
+        try:
+            found = devices.available(kind)
+        except OptionError as error:
+            findings.append(Finding(kind, str(error)))
+            continue
+        for device in found:
+            findings += [_abilities(device), _uploads(device)]
+        if not found:
+            findings.append(Finding(kind, "no device", "experts are computed on the CPU"))
+    return findings
+
+
+def _abilities(device: Device) -> Finding:
+    able = {
+        "copies beside graphs": device.overlaps,
+        "pinned memory": device.pins,
+        "events": device.events,
+    }
+    said = ", ".join(name if can else f"no {name}" for name, can in able.items())
+    return Finding(
+        f"{device.kind}:{device.index}",
+        f"{device.description}, {format_bytes(device.free_bytes)} free of "
+        f"{format_bytes(device.total_bytes)}; its driver says: {said}",
+        "computes in software, so only when named"
+        if device.is_software
+        else "--device auto takes the first of these",
+    )
+
+
+def _uploads(device: Device) -> Finding:
+    """Rates from memory to the device, and whether copies really pass while it computes."""
+    topic = f"{device.kind}:{device.index} uploads"
+    try:
+        found = transfers.measure(device)
+    except BackendError as error:
+        return Finding(topic, str(error))
+    rates = [f"{format_bytes(int(found.ordinary))}/s from ordinary memory"]
+    if found.pinned is not None:
+        rates.insert(0, f"{format_bytes(int(found.pinned))}/s from pinned memory")
+    return Finding(
+        topic,
+        f"{', '.join(rates)}; {found.hidden:.0%} of a copy's time passes while a graph runs",
+        "prefetching hides uploads"
+        if found.hidden >= _HIDES
+        else "uploads cost their time: prefetching hides little",
+    )

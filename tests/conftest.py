@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 import speculoe_local.runtime.lib
+from speculoe_local.runtime import devices
 from tests.models.fixtures import tiny_model
 
 __all__ = ["repository", "tiny_model"]
@@ -20,8 +21,24 @@ if os.environ.get("CI"):
 
 assert speculoe_local.runtime.lib.library_folder()
 
+# A driver reads these once, when it starts: devices are Mesa's in software, whatever the machine has.
+os.environ.setdefault("GGML_VK_VISIBLE_DEVICES", "0")
+for _driver in sorted(Path("/usr/share/vulkan/icd.d").glob("lvp_icd.*json")):
+    os.environ.setdefault("VK_DRIVER_FILES", str(_driver))
+
+# A build for the CPU has no device to test; one that was asked to have one and lacks it must fail.
+_WITHOUT_DEVICE = "vulkan" not in (*devices.built(), *os.environ.get("BACKEND", "").split(","))
+collect_ignore = ["runtime/test_device.py"] if _WITHOUT_DEVICE else []
+
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The checkout the tests lie in."""
     return Path(__file__).resolve().parent.parent
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _WITHOUT_DEVICE:
+        terminalreporter.write_line(
+            "left out: tests/runtime/test_device.py; this build is for the CPU alone (make test BACKEND=vulkan)"
+        )

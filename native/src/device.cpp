@@ -16,6 +16,7 @@ device::device(const char * name, int n_lanes, size_t lane_bytes) :
     async_                                  = props.caps.async;
     const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(dev_);
     const ggml_backend_dev_t         cpu    = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    pinned_                                 = pinned != nullptr;
     for (lane & l : lanes_) {
         l.backend.reset(ggml_backend_dev_init(dev_, nullptr));
         if (!l.backend) {
@@ -23,7 +24,6 @@ device::device(const char * name, int n_lanes, size_t lane_bytes) :
         }
         if (pinned) {
             l.memory.reset(ggml_backend_buft_alloc_buffer(pinned, lane_bytes));
-            pinned_ = l.memory != nullptr;
         }
         if (!l.memory) { // drivers limit pinned memory; what is not pinned is copied once more, by the driver
             l.memory.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(cpu), lane_bytes));
@@ -31,6 +31,8 @@ device::device(const char * name, int n_lanes, size_t lane_bytes) :
         if (!l.memory) {
             throw std::bad_alloc();
         }
+        // Backends hand out ordinary memory, without a word, where pinned memory is short.
+        pinned_ &= ggml_backend_buffer_get_type(l.memory.get()) == pinned;
         l.staging = ggml_backend_buffer_get_base(l.memory.get());
     }
 }
