@@ -79,7 +79,9 @@ def test_the_example_of_a_predictor_is_twenty_lines_and_predicts(
 def test_paths_named_in_documents_exist(name: str, repository: Path) -> None:
     text = (repository / name).read_text()
     named = set(
-        re.findall(r"`((?:patches|native|runtime|convert|hub|cli|server|tests|docs)/[\w./-]*)`", text)
+        re.findall(
+            r"`((?:patches|native|runtime|convert|hub|cli|server|tests|docs)/[\w./-]*)`", text
+        )
     )
 
     missing = [path for path in named if not (repository / path).exists()]
