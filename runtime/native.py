@@ -26,7 +26,7 @@ __all__ = [
     "functions",
 ]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 SOURCE = {"buffered": 0, "direct": 1, "mapped": 2}
 POLICY = {"decayed": 0, "lru": 1, "learned": 2}
 CLAIRVOYANT = -1  # SPO_REPLAY_CLAIRVOYANT
@@ -226,6 +226,22 @@ _PROTOTYPES = {
         [c_void_p, ctypes.POINTER(LoopLayer), c_int32, c_int32, ctypes.c_char_p, c_size_t],
     ),
     "spo_loop_stop": (None, [c_void_p]),
+    "spo_steps_new": (
+        c_int32,
+        [
+            ctypes.POINTER(LoopLayer),
+            c_int32,
+            c_int32,
+            ctypes.POINTER(c_void_p),
+            ctypes.c_char_p,
+            c_size_t,
+        ],
+    ),
+    "spo_steps_free": (None, [c_void_p]),
+    "spo_steps_take": (
+        c_int32,
+        [c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p, c_int32],
+    ),
     "spo_speculation_set": (
         c_int32,
         [c_void_p, ctypes.POINTER(LoopLayer), c_int32, c_int32, c_int32, ctypes.c_char_p, c_size_t],

@@ -10,13 +10,15 @@ import logging
 import threading
 import time
 
+from speculoe_local.runtime.errors import ModelError
 from speculoe_local.runtime.predict import Predictor, QuasiHidden, Tap
-from speculoe_local.runtime.slots import ExpertSlots, TapRoom
+from speculoe_local.runtime.slots import ExpertSlots, Steps, TapRoom
 
 __all__ = ["NativeLoop", "Orchestrator"]
 
 _logger = logging.getLogger(__name__)
 _CLOSED = -2
+_NOT_FINITE = -2  # of ExpertSlots.take
 _WAIT_MS = 1000  # a thread that waits costs nothing; this only bounds how long a lost wake-up hurts
 
 
@@ -30,6 +32,10 @@ class Orchestrator:
         self.failure: str | None = None
         self.predictions = 0
         self.seconds = 0.0  # spent predicting and queueing
+        # What ships is one foreign call per tap; a predictor of one's own is asked in Python.
+        self._steps = (
+            Steps(predictor.loop_gates(), n_embd) if isinstance(predictor, QuasiHidden) else None
+        )
         slots.open_taps(n_embd)
         self._thread = threading.Thread(target=self._run, name="orchestrator", daemon=True)
         self._thread.start()
@@ -41,12 +47,10 @@ class Orchestrator:
                 if block < 0:
                     continue
                 begin = time.perf_counter()
-                n = room.n_used
-                guess = self._predictor.predict(
-                    Tap(block, room.residual, room.shared, room.ids[:n], room.weights[:n])
-                )
-                if guess is not None:
-                    self._slots.prefetch(guess.block, guess.experts)
+                if self._steps is not None:
+                    self._take(self._steps, block)
+                else:
+                    self._ask(block)
                 self.predictions += 1
                 self.seconds += time.perf_counter() - begin
         except Exception as error:
@@ -54,9 +58,24 @@ class Orchestrator:
             _logger.warning("predictor=%s failed=%s", type(self._predictor).__name__, self.failure)
             self._slots.close_taps()
 
+    def _take(self, steps: Steps, block: int) -> None:
+        if self._slots.take(steps, block, self._room) == _NOT_FINITE:
+            raise ModelError(f"logits predicted from layer {block} are not finite")
+
+    def _ask(self, block: int) -> None:
+        room = self._room
+        n = room.n_used
+        guess = self._predictor.predict(
+            Tap(block, room.residual, room.shared, room.ids[:n], room.weights[:n])
+        )
+        if guess is not None:
+            self._slots.prefetch(guess.block, guess.experts)
+
     def close(self) -> None:
         self._slots.close_taps()
         self._thread.join()
+        if self._steps is not None:
+            self._steps.close()
         self._predictor.close()
 
 

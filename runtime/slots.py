@@ -21,7 +21,7 @@ from speculoe_local.runtime.modelmap import MatrixKind, ModelMap
 from speculoe_local.runtime.options import Link
 from speculoe_local.runtime.placement import Placement
 
-__all__ = ["ExpertSlots", "LoopGate", "SlotStats", "TapRoom"]
+__all__ = ["ExpertSlots", "LoopGate", "SlotStats", "Steps", "TapRoom"]
 
 # The order in which llama.cpp's build_moe_ffn uses the matrices of a layer; staging relies on it
 # for overlap, never for correctness.
@@ -113,6 +113,27 @@ class TapRoom:
     @property
     def n_used(self) -> int:
         return self._n_used.value
+
+
+class Steps:
+    """Predicts from taps and queues, in one foreign call each: `QuasiHidden.predict` and
+    `ExpertSlots.prefetch` without what Python costs between them. Close it."""
+
+    def __init__(self, layers: Mapping[int, LoopGate], n_embd: int) -> None:
+        """What `layers` holds (by the block predicted) is borrowed. Raises BackendError when a gate is
+        refused."""
+        table = _loop_layers(layers)
+        error = ctypes.create_string_buffer(256)
+        self.handle = ctypes.c_void_p()
+        status = native.functions.spo_steps_new(
+            table, len(table), n_embd, ctypes.byref(self.handle), error, len(error)
+        )
+        if status != native.Status.OK:
+            raise BackendError(error.value.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        native.functions.spo_steps_free(self.handle)
+        self.handle = ctypes.c_void_p()
 
 
 class ExpertSlots:
@@ -240,6 +261,14 @@ class ExpertSlots:
         """Wait for the newest tap, written into `room`: its block, -1 after the time, -2 once closed."""
         block: int = native.functions.spo_tap_next(self._open, *room.addresses, timeout_ms)
         return block
+
+    def take(self, steps: Steps, block: int, room: TapRoom) -> int:
+        """The prediction that a tap of `block` in `room` gives, queued; how many uploads were started, -1
+        where nothing is predicted from it, -2 where a logit is not finite."""
+        started: int = native.functions.spo_steps_take(
+            steps.handle, self._open, block, *room.addresses[:4], room.n_used
+        )
+        return started
 
     def start_loop(self, layers: Mapping[int, LoopGate], n_embd: int) -> None:
         """Let a thread of the library predict `layers` (by the block predicted) and queue uploads.

@@ -21,6 +21,10 @@ struct spo_engine {
     explicit spo_engine(const spo_params & params) : engine(params) {}
 };
 
+struct spo_steps : spo::prediction_steps {
+    using prediction_steps::prediction_steps;
+};
+
 struct spo_gate : spo::gate {
     using gate::gate;
 };
@@ -144,6 +148,32 @@ spo_status spo_replay(const spo_replay_params * params, spo_replay_counts * out,
             std::snprintf(error, error_size, "%s", e.what());
         }
         return dynamic_cast<const std::bad_alloc *>(&e) ? SPO_ERR_MEMORY : SPO_ERR_INVALID;
+    }
+}
+
+spo_status spo_steps_new(const spo_loop_layer * layers, int32_t n, int32_t n_embd, spo_steps ** out, char * error,
+                         size_t error_size) {
+    *out = nullptr;
+    try {
+        *out = new spo_steps(layers, n, n_embd);
+        return SPO_OK;
+    } catch (const std::exception & e) {
+        if (error && error_size > 0) {
+            std::snprintf(error, error_size, "%s", e.what());
+        }
+        return SPO_ERR_INVALID;
+    }
+}
+
+void spo_steps_free(spo_steps * steps) { delete steps; }
+
+int32_t spo_steps_take(spo_steps * steps, spo_engine * engine, int32_t block, const float * residual,
+                       const float * shared, const int32_t * ids, const float * weights, int32_t n_used) {
+    try {
+        return steps->step(engine->engine, block, residual, shared, ids, weights, n_used);
+    } catch (const std::exception & e) {
+        engine->engine.fail(e.what());
+        return 0;
     }
 }
 

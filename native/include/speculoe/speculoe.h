@@ -27,7 +27,7 @@
 extern "C" {
 #endif
 
-#define SPO_ABI_VERSION 5
+#define SPO_ABI_VERSION 6
 
 typedef struct spo_engine spo_engine;
 struct llama_context;
@@ -264,6 +264,18 @@ typedef struct {
     int32_t                 block;           /* number of the layer predicted */
     int32_t                 source;          /* number of the layer whose tap predicts it */
 } spo_loop_layer;
+
+/* Predicts from taps that the caller takes, in one call each. One thread at a time. */
+typedef struct spo_steps spo_steps;
+
+/* What `layers` holds is borrowed until spo_steps_free. On failure *out is NULL. */
+SPO_API spo_status spo_steps_new(const spo_loop_layer * layers, int32_t n, int32_t n_embd, spo_steps ** out,
+                                 char * error, size_t error_size);
+SPO_API void       spo_steps_free(spo_steps * steps);
+/* The prediction that a tap of `block` gives, queued as by spo_engine_prefetch: what that returns, -1 where
+ * nothing is predicted from this block, -2 where a logit is not finite. */
+SPO_API int32_t spo_steps_take(spo_steps * steps, spo_engine * engine, int32_t block, const float * residual,
+                               const float * shared, const int32_t * ids, const float * weights, int32_t n_used);
 
 /* A thread of the library takes the taps, predicts and queues, instead of the caller. One per engine. */
 SPO_API spo_status spo_loop_start(spo_engine * engine, const spo_loop_layer * layers, int32_t n, int32_t n_embd,
