@@ -286,6 +286,8 @@ def _props(
         "model_path": str(entry.path),
         "modalities": {"vision": False, "audio": False},
         "chat_template": entry.template or "",
+        # Zed shows no tools without them; a template that knows none is taught by instructions.
+        "chat_template_caps": {"supports_tools": True, "supports_tool_calls": True},
         "bos_token": vocab.text_of(vocab.bos) if vocab is not None else "",
         "eos_token": vocab.text_of(vocab.eos) if vocab is not None else "",
         "build_info": f"speculoe-local {speculoe_local.__version__}",
