@@ -29,7 +29,6 @@ function(finish_cuda target)
     if (SPECULOE_CUBLAS)
         target_include_directories(${target} SYSTEM PRIVATE ${SPECULOE_CUBLAS}/include)
     endif()
-    set_target_properties(${target} PROPERTIES
-        INSTALL_RPATH "$ORIGIN;$ORIGIN/../../../nvidia/cu13/lib;$ORIGIN/../../../nvidia/cublas/lib"
-        INSTALL_RPATH_USE_LINK_PATH ON)
+    set_target_properties(${target} PROPERTIES INSTALL_RPATH
+        "$ORIGIN;$ORIGIN/../../../nvidia/cu13/lib;$ORIGIN/../../../nvidia/cublas/lib;${CUDAToolkit_LIBRARY_DIR}")
 endfunction()
