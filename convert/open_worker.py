@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from speculoe_local.convert.channel import Channel
-from speculoe_local.runtime.lib import llama
+from speculoe_local.runtime.lib import llama, on_cpu
 
 __all__ = ["Complaint", "main", "open_problem"]
 
@@ -37,8 +37,7 @@ class Complaint:
 
 def open_problem(path: str, complaint: Complaint) -> str:
     """Why llama.cpp cannot open `path`; empty when it can."""
-    params = llama.llama_model_default_params()
-    params.n_gpu_layers = 0
+    params = on_cpu(llama.llama_model_default_params())
     params.use_extra_bufts = False
     complaint.last = ""
     model: Any = llama.llama_model_load_from_file(path.encode(), params)

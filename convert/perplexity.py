@@ -132,11 +132,12 @@ def opened(path: Path, window: int, threads: int) -> Iterator[Window]:
     # Imported here: it loads libllama, and whoever chooses which one must come first.
     from llama_cpp import llama_cpp as api
 
+    from speculoe_local.runtime.lib import on_cpu
+
     if not path.is_file():
         raise ModelError(f"{path}: no such file; give a GGUF model")
     api.llama_backend_init()
-    model_params = api.llama_model_default_params()
-    model_params.n_gpu_layers = 0
+    model_params = on_cpu(api.llama_model_default_params())
     model = api.llama_model_load_from_file(str(path).encode(), model_params)
     if not model:
         raise ModelError(f"{path}: llama.cpp cannot load it; check it with `inspect`")

@@ -82,10 +82,11 @@ class _Writer:
         # Imported here: it loads libllama, and whoever chooses which one must come first.
         from llama_cpp import llama_cpp as api
 
+        from speculoe_local.runtime.lib import on_cpu
+
         self._api: Any = api
         api.llama_backend_init()
-        model_params = api.llama_model_default_params()
-        model_params.n_gpu_layers = 0
+        model_params = on_cpu(api.llama_model_default_params())
         self._model = api.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise ModelError(f"{path}: llama.cpp cannot load it; check it with `inspect`")

@@ -22,7 +22,7 @@ from typing import Any
 
 from speculoe_local.runtime import machine
 from speculoe_local.runtime.errors import BackendError, ModelError, OptionError
-from speculoe_local.runtime.lib import llama
+from speculoe_local.runtime.lib import llama, on_cpu
 from speculoe_local.runtime.llama import Vocabulary
 from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.options import EngineOptions, parse_link
@@ -181,7 +181,7 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
 
 def _text(path: Path) -> list[int]:
     """Token ids of a text that calibration does not read; no weights are loaded for it."""
-    params = llama.llama_model_default_params()
+    params = on_cpu(llama.llama_model_default_params())
     params.vocab_only = True
     model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:

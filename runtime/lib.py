@@ -34,6 +34,16 @@ OWN_SYMBOLS = getattr(os, "RTLD_DEEPBIND", 0)
 _logger = logging.getLogger("speculoe_local.llama")
 
 
+_NO_DEVICES = (ctypes.c_void_p * 1)(None)
+
+
+def on_cpu(params: Any) -> Any:
+    """llama_model_params that take no device, also where another engine of this process has opened one."""
+    params.devices = ctypes.cast(_NO_DEVICES, ctypes.c_void_p)
+    params.n_gpu_layers = 0
+    return params
+
+
 def library_folder() -> Path:
     """The folder of libllama and libspeculoe: SPECULOE_LIB_PATH, or `lib` beside this package.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 assert speculoe_local.runtime.lib.library_folder()
+
+# A suite that was started in the background ignores Ctrl-C, and its children would: tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A driver reads these once, when it starts: devices are Mesa's in software, whatever the machine has.
 os.environ.setdefault("GGML_VK_VISIBLE_DEVICES", "0")

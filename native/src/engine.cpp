@@ -237,11 +237,18 @@ void engine::ask(layer_step & step, int layer_index, const id_view & ids) {
 }
 
 bool engine::request_missing(layer_step & step, pinned & wanted) {
-    wanted.slot = start_upload(step.layer, wanted.expert, /*predicted*/ false);
+    slot_pool & pool = pools_[wanted.pool];
+    wanted.slot      = pool.table.find(wanted.layer, wanted.expert);
+    if (wanted.slot >= 0) { // predicted since the step asked for it in vain
+        pool.table.asked(wanted.slot);
+        queue_->promote(pool.transfers[wanted.slot].id);
+    } else {
+        wanted.slot = start_upload(step.layer, wanted.expert, /*predicted*/ false);
+    }
     if (wanted.slot < 0) {
         return false; // every slot is pinned or loading; acquire() tries again
     }
-    pools_[wanted.pool].table.pin(wanted.slot);
+    pool.table.pin(wanted.slot);
     step.pins.push_back(wanted);
     return true;
 }

@@ -97,10 +97,15 @@ void slot_table::unbind(slot & s) {
 void slot_table::use(int layer, int expert) {
     order_->use(layer, expert);
     const int index = find(layer, expert);
-    if (index >= 0 && slots_[index].predicted) {
-        slots_[index].predicted = slots_[index].awaited = false;
-        predicted_ -= 1;
+    if (index >= 0) {
+        asked(index);
     }
+}
+
+void slot_table::asked(int index) {
+    slot & s = slots_[index];
+    predicted_ -= s.predicted;
+    s.predicted = s.awaited = false;
 }
 
 std::string slot_table::check() const {

@@ -56,6 +56,7 @@ public:
 
     void step(int layer) { order_->step(layer); }
     void use(int layer, int expert);
+    void asked(int index);                            // for what it holds, after use(): no prediction any more
     void settle(int layer) { order_->settle(layer); } // the step has asked for all
     void pin(int index) { slots_[index].pins += 1; }
     void unpin(int index) { slots_[index].pins -= 1; }

@@ -97,7 +97,7 @@ class FakeEngine:
         if "large" in str(path):
             for percent in range(100):
                 progress(percent / 100)
-                time.sleep(0.01)
+                time.sleep(0.03)
         return cls(path, options)
 
     def chat(self, messages, *, sampling, max_tokens, stop, cancel, logits_hash):
