@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as _low
 
-from speculoe_local.runtime.lib import on_cpu
-
+_NO_DEVICES: Final = (ctypes.c_void_p * 1)(None)
 _ARGSORT: Final = b"ffn_moe_argsort-"  # int32 [n_tokens, n_expert], best first
 
 See = Callable[[int, bool, int | None], bool]
@@ -36,7 +35,10 @@ class Run:
 def loaded(path: Path, *, mmap: bool = True) -> Iterator[Any]:
     """Yield a `llama_model *` of `path`, kept on the CPU; freed on exit."""
     llama_cpp.llama_backend_init()
-    params = on_cpu(llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_model_default_params()
+    # As runtime.lib.on_cpu, which is not imported: this also drives the unpatched library.
+    params.devices = ctypes.cast(_NO_DEVICES, ctypes.c_void_p)
+    params.n_gpu_layers = 0
     params.use_mmap = mmap
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     if not model:
