@@ -83,10 +83,11 @@ def fetch(wanted: Wanted, folder: Path, locks: Path, hub: Hub, report: Report) -
 def link(blob: Path, place: Path) -> None:
     """Make `place` in a snapshot lead to `blob`; where links cannot be, the file itself goes there."""
     place.parent.mkdir(parents=True, exist_ok=True)
+    if constants.HF_HUB_DISABLE_SYMLINKS:
+        os.replace(blob, place)
+        return
     temporary = place.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
-        if constants.HF_HUB_DISABLE_SYMLINKS:
-            raise NotImplementedError
         temporary.symlink_to(os.path.relpath(blob, place.parent))
     except (OSError, NotImplementedError):
         os.replace(blob, place)
