@@ -76,7 +76,7 @@ def bench(
     batch: opt.Batch = 512,
     ubatch: opt.Ubatch = 512,
 ) -> None:
-    """Compare runs: same prompt, same tokens, taking turns. Ratios are medians within rounds."""
+    """Compare runs: same prompt, same tokens, taking turns. Ratios are taken within rounds."""
     from speculoe_local.runtime import bench as runtime
     from speculoe_local.runtime.chart import as_svg
 
