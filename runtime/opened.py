@@ -33,7 +33,6 @@ from speculoe_local.runtime.stats import Tier
 __all__ = ["Opened", "open_model"]
 
 _logger = logging.getLogger(__name__)
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

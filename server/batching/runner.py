@@ -103,9 +103,10 @@ class Runner:
     def run_answers(self, answers: Sequence[Answer]) -> None:
         """One token of each, at most `width` of them. Raises NoRoom, with nothing run."""
         self.opened.speculate(True)
+        # llama.cpp runs neighbours of rising number together, and any others one graph after the other.
         parts = [
             _Part(answer, len(answer.tokens) - 1, answer.tokens[-1:], False, True)
-            for answer in answers
+            for answer in sorted(answers, key=lambda answer: answer.place.sequence)
         ]
         self._run(
             parts, lambda part, row: self._tell(part.answer, part.answer.step(self.context, row))

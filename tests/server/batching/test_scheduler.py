@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +120,38 @@ def test_answers_side_by_side_are_those_one_after_the_other(
             together = await asyncio.gather(*(all_of(scheduler, j) for j in jobs))
 
             assert expected == [tokens_of(deltas) for deltas in together]
+
+    asyncio.run(main())
+
+
+def test_rows_of_a_step_rise_by_sequence_so_that_they_run_as_one_graph(
+    tiny_model: TinyModel,
+) -> None:
+    """llama.cpp cuts a batch wherever the next sequence is not the neighbour of the one before."""
+
+    async def main() -> None:
+        async with closing(opened(tiny_model("qwen3moe"), parallel=4)) as scheduler:
+            context = scheduler._runner.context
+            run_rows, steps = context.decode_rows, []
+
+            def decode_rows(rows: Sequence[tuple[int, int, int, bool]]) -> int:
+                steps.append([sequence for _, _, sequence, _ in rows])
+                return run_rows(rows)
+
+            context.decode_rows = decode_rows  # type: ignore[method-assign]
+            # Of different lengths: the free sequences, and the turns, are then out of order.
+            lengths = (3, 9, 5, 7)
+            for _ in range(2):
+                await asyncio.gather(
+                    *(
+                        all_of(scheduler, job(scheduler, word, n, cache_prompt=False))
+                        for word, n in zip(WORDS, lengths, strict=False)
+                    )
+                )
+
+        together = [step for step in steps if len(set(step)) > 1]
+        assert any(len(step) == 4 for step in together)
+        assert all(step == sorted(step) for step in together)
 
     asyncio.run(main())
 
