@@ -27,7 +27,7 @@ def bench(
             help="upstream: the unpatched library's own loop; resident: ours, all experts in memory; "
             "ondemand: ours, no cache, no prediction; cache: ours, slots for --expert-budget; "
             "prefetch: the same with predicted uploads; prefetch-native: by the library's own loop; "
-            "speculate, estimate, hybrid: the lossy modes.",
+            "misses-cpu, misses-split, misses-auto: with --misses; speculate, estimate, hybrid: the lossy modes.",
         ),
     ] = "upstream,resident,cache",
     tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Output tokens per round.")] = 64,
@@ -71,6 +71,7 @@ def bench(
     source: opt.Source = "auto",
     repack: opt.Repack = True,
     rpc: opt.Rpc = None,
+    misses: opt.Misses = "upload",
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
     batch: opt.Batch = 512,
@@ -96,6 +97,7 @@ def bench(
         source=source,
         repack=repack,
         rpc=rpc,
+        misses=misses,
     )
     names = tuple(name.strip() for name in runs.split(",") if name.strip())
     if upstream is None and Path("build/upstream/lib").is_dir():
@@ -119,8 +121,8 @@ def bench(
 
 
 def _cost(run: RunReport) -> str:
-    if run.exactness == "exact":
-        return ""
+    if run.exactness != "lossy":
+        return "" if run.exactness == "exact" else "  " + run.exactness
     return "  lossy, " + ("never measured" if run.kl is None else f"KL {run.kl:.3f}")
 
 

@@ -74,6 +74,7 @@ def chat(
     source: opt.Source = "auto",
     repack: opt.Repack = True,
     rpc: opt.Rpc = None,
+    misses: opt.Misses = "upload",
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
@@ -108,6 +109,7 @@ def chat(
         source=source,
         repack=repack,
         rpc=rpc,
+        misses=misses,
     )
     conversation = Conversation(
         sampling=Sampling(

@@ -23,6 +23,7 @@ __all__ = [
     "Link",
     "MaxTokens",
     "MinP",
+    "Misses",
     "Mode",
     "ModelName",
     "Predict",
@@ -101,6 +102,12 @@ Source = Annotated[
 Repack = Annotated[
     bool,
     typer.Option(help="Use the interleaved weight layouts of the CPU."),
+]
+Misses = Annotated[
+    Literal["upload", "cpu", "split", "auto"],
+    typer.Option(
+        help="Experts that are not resident: wait for their upload, let the CPU compute them, or some of either.",
+    ),
 ]
 Device = Annotated[
     str,
@@ -199,6 +206,7 @@ def engine_options(
     source: str,
     repack: bool,
     rpc: str | None = None,
+    misses: Literal["upload", "cpu", "split", "auto"] = "upload",
 ) -> EngineOptions:
     """The options above as the engine takes them."""
     from speculoe_local.runtime import EngineOptions
@@ -219,6 +227,7 @@ def engine_options(
         source=source,
         repack=repack,
         rpc=rpc,
+        misses=misses,
     )
 
 

@@ -123,6 +123,7 @@ def serve(
     source: opt.Source = "auto",
     repack: opt.Repack = True,
     rpc: opt.Rpc = None,
+    misses: opt.Misses = "upload",
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
@@ -160,6 +161,7 @@ def serve(
             source=source,
             repack=repack,
             rpc=rpc,
+            misses=misses,
         ),
         sampling=Sampling(
             temp=temp,

@@ -37,6 +37,7 @@ def trace(
     link: opt.Link = None,
     source: opt.Source = "auto",
     repack: opt.Repack = True,
+    misses: opt.Misses = "upload",
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
     batch: opt.Batch = 512,
@@ -61,6 +62,7 @@ def trace(
         ubatch=ubatch,
         source=source,
         repack=repack,
+        misses=misses,
     )
     with Engine.open(opt.resolve_model(model), options=options) as engine:
         found = runtime.record(engine, prompt, max_tokens=max_tokens or 16)

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from speculoe_local.runtime import machine
 from speculoe_local.runtime.errors import BackendError, ModelError, OptionError
@@ -38,11 +38,19 @@ RUNS = (
     "cache",
     "prefetch",
     "prefetch-native",
+    "misses-cpu",
+    "misses-split",
+    "misses-auto",
     "speculate",
     "estimate",
     "hybrid",
 )
 LOSSY = ("speculate", "estimate", "hybrid")
+_MISSES: dict[str, Literal["cpu", "split", "auto"]] = {
+    "misses-cpu": "cpu",
+    "misses-split": "split",
+    "misses-auto": "auto",
+}
 Round = dict[str, dict[str, Any]]  # by run, what its process said
 _STRIDE = 167  # tokens between the prompts of two rounds: no round continues what another has seen
 
@@ -150,9 +158,7 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
         plan = replace(plan, options=replace(options, link=_link_for(plan, prompt)))
     half = (plan.rounds + 1) // 2
     orders = [(plan.runs, range(half)), (plan.runs[::-1], range(half, plan.rounds))]
-    sittings = [
-        _sit(plan, text, order, numbers, progress) for order, numbers in orders if numbers
-    ]
+    sittings = [_sit(plan, text, order, numbers, progress) for order, numbers in orders if numbers]
     rounds = list(itertools.chain(*sittings))
     ondemand = [r["ondemand"] for r in rounds] if "ondemand" in plan.runs else None
     runs = [_summarize(name, plan, [r[name] for r in rounds], ondemand) for name in plan.runs]
@@ -162,7 +168,7 @@ def bench(plan: Plan, progress: Callable[[str], None] = lambda _: None) -> Repor
         ratios=_ratios(plan.runs, sittings, _tpot),
         prefill_ratios=_ratios(plan.runs, sittings, _prefill),
         same_tokens=all(
-            len({tuple(t["tokens"]) for name, t in r.items() if name not in LOSSY}) <= 1
+            len({tuple(t["tokens"]) for t in r.values() if t["exactness"] == "exact"}) <= 1
             for r in rounds
         ),
         machine={
@@ -227,6 +233,8 @@ def options_of(name: str, options: EngineOptions) -> EngineOptions:
         return replace(options, predict="none")
     if name in LOSSY:
         return replace(options, mode=name, predict=None)
+    if name in _MISSES:
+        return replace(options, misses=_MISSES[name])
     return replace(options, loop="native") if name == "prefetch-native" else options
 
 
@@ -313,7 +321,7 @@ def _summarize(
         recall_nonresident=share("true_nonresident_predicted", "true_nonresident"),
         precision_nonresident=share("true_nonresident_predicted", "predicted_nonresident"),
         prediction_us=1e6 * statistics.median(t.get("prediction_s", 0.0) for t in timings),
-        exactness="lossy" if name in LOSSY else "exact",
+        exactness=timings[0]["exactness"],
         kl=timings[0].get("kl") if name in LOSSY else 0.0,
     )
 
@@ -384,7 +392,7 @@ class _Worker:
     def run(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         self._send({"prompt": prompt, "tokens": tokens})
         timing: dict[str, Any] = json.loads(self._receive())
-        return timing | {"prompt_tokens": len(prompt)}
+        return {"exactness": "exact"} | timing | {"prompt_tokens": len(prompt)}
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

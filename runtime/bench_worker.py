@@ -70,6 +70,7 @@ def plain_llama(
 def our_engine(path: str, options: dict[str, Any]) -> Callable[[Sequence[int], int], Timing]:
     """The engine as a caller uses it, text and statistics included."""
     from speculoe_local.runtime import Engine, EngineOptions, Sampling
+    from speculoe_local.runtime.stats import exactness
 
     sidecar = Path(options["sidecar"]) if options["sidecar"] else None
     engine = Engine.open(path, options=EngineOptions(**(options | {"sidecar": sidecar})))
@@ -90,6 +91,7 @@ def our_engine(path: str, options: dict[str, Any]) -> Callable[[Sequence[int], i
             "tokens": tokens,
             "slots": asdict(spent),
             "prediction_s": engine.prediction_seconds,
+            "exactness": exactness(engine.info.mode, rounded=engine.info.rounded),
             "kl": engine.info.quality.kl if engine.info.quality else None,
         }
 

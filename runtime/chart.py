@@ -43,7 +43,7 @@ def _row(run: RunReport, number: int, longest: float, ratio: float | None) -> st
     label = f"{run.tpot_ms:.1f} ms"
     if ratio is not None:
         label += f", x {ratio:.2f}"
-    if run.exactness != "exact":
+    if run.exactness == "lossy":
         label += ", lossy" + ("" if run.kl is None else f" KL {run.kl:.3f}")
     middle = top + _BAR - 5
     return (

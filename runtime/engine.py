@@ -56,6 +56,7 @@ class ModelInfo:
     tier: Tier
     mode: str
     quality: Quality | None
+    rounded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class Engine:
             tier=opened.tier,
             mode=opened.mode,
             quality=opened.quality,
+            rounded=opened.rounded,
         )
 
     @classmethod
@@ -399,6 +401,7 @@ class _Meter:
             mode=engine.info.mode,
             kl=engine.info.quality.kl if engine.info.quality else None,
             top1=engine.info.quality.top1 if engine.info.quality else None,
+            rounded=engine.info.rounded,
             experts_per_token=sum(layer.n_expert_used for layer in engine._map.layers),
         )
         self.cached_tokens = 0

@@ -11,6 +11,7 @@ from speculoe_local.runtime.lib import speculoe_library as _library
 __all__ = [
     "ABI_VERSION",
     "CLAIRVOYANT",
+    "MISSES",
     "POLICY",
     "SOURCE",
     "GateMlp",
@@ -26,9 +27,10 @@ __all__ = [
     "functions",
 ]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 SOURCE = {"buffered": 0, "direct": 1, "mapped": 2}
 POLICY = {"decayed": 0, "lru": 1, "learned": 2}
+MISSES = {"upload": 0, "cpu": 1, "split": 2, "auto": 3}
 CLAIRVOYANT = -1  # SPO_REPLAY_CLAIRVOYANT
 
 
@@ -80,6 +82,7 @@ class Params(ctypes.Structure):
         ("n_parallel", c_int32),
         ("forget", c_int32),
         ("repack", c_int32),
+        ("misses", c_int32),
         ("device", c_char_p),
         ("link_rate", c_double),
         ("link_latency", c_double),
@@ -103,6 +106,8 @@ class Stats(ctypes.Structure):
         ("true_nonresident", c_uint64),
         ("true_nonresident_predicted", c_uint64),
         ("predicted_nonresident", c_uint64),
+        ("cpu_experts", c_uint64),
+        ("cpu_ns", c_uint64),
         ("stall_ns", c_uint64),
         ("window_ns", c_uint64),
         ("bank_bytes", c_uint64),

@@ -40,7 +40,8 @@ class Opened:
     """A model in memory with its context and, where experts have slots, what serves them. Close it.
 
     `mode` is exact where all experts are resident, whatever was asked for; `quality` is what a lossy one
-    was measured to cost. Not thread-safe; graphs of its context must not run at the same time.
+    was measured to cost. `rounded`: which bits an answer has depends on where its experts were computed.
+    Not thread-safe; graphs of its context must not run at the same time.
     """
 
     model_map: ModelMap
@@ -55,6 +56,7 @@ class Opened:
     speculation: Speculation | None
     mode: str
     quality: Quality | None
+    rounded: bool
 
     def speculate(self, on: bool) -> None:
         """Whether decode steps execute predictions from now on, in a lossy mode; prompts must not."""
@@ -139,6 +141,7 @@ def open_model(
                 forget=options.buffers == "two-layer",
                 repack=options.repack,
                 device=device.name if device else None,
+                misses=options.misses,
                 link=parse_link(options.link) if options.link else None,
                 expert_file=_expert_file(whole),
             )
@@ -178,7 +181,15 @@ def open_model(
         speculation=speculation,
         mode=mode,
         quality=quality,
+        rounded=_rounds(options, slots, device),
     )
+
+
+def _rounds(options: EngineOptions, slots: ExpertSlots | None, device: Device | None) -> bool:
+    """The CPU computes misses as its plain kernels do: the bits of slots on the CPU, if those are plain too."""
+    if slots is None or options.misses == "upload":
+        return False
+    return device is not None or slots.stats().repacked > 0
 
 
 def _ubatch(options: EngineOptions, device: Device | None) -> int:

@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 _MODES = ("exact", "speculate", "estimate", "hybrid")
+_MISSES = ("upload", "cpu", "split", "auto")
 _BUFFERS = ("slots", "two-layer")
 _SOURCES = ("auto", "buffered", "direct", "mapped")
 _RATE = re.compile(r"([0-9.]+)\s*([kmgt]?)(i?)b/s", re.IGNORECASE)
@@ -104,7 +105,8 @@ class EngineOptions:
     to the next (a measurement: the setting of arXiv 2603.19289); the budget then does not count. `weights`:
     what predicted experts are weighted by in a lossy mode, the prediction or the true router. `unmeasured`
     runs such a mode although the sidecar does not say what it costs. `rpc`: `HOST:PORT[=LAYERS],...`, other
-    machines that take layers.
+    machines that take layers. `misses`: whether what is not resident is waited for, or computed by the CPU where
+    its bytes lie, which rounds differently.
     """
 
     expert_budget: str = "auto"
@@ -126,10 +128,12 @@ class EngineOptions:
     loop: str = "python"
     repack: bool = True
     rpc: str | None = None
+    misses: Literal["upload", "cpu", "split", "auto"] = "upload"
 
     def __post_init__(self) -> None:
         _one_of("--mode", self.mode, _MODES)
         _one_of("--source", self.source, _SOURCES)
+        _one_of("--misses", self.misses, _MISSES)
         _one_of("--weights", self.weights, ("predicted", "true"))
         _one_of("--buffers", self.buffers, _BUFFERS)
         parse_device(self.device)

@@ -46,6 +46,8 @@ class SlotStats:
     true_nonresident: int = 0
     true_nonresident_predicted: int = 0
     predicted_nonresident: int = 0
+    cpu_experts: int = 0
+    cpu_ns: int = 0
     stall_ns: int = 0
     window_ns: int = 0
     bank_bytes: int = 0
@@ -152,12 +154,13 @@ class ExpertSlots:
         forget: bool = False,
         repack: bool = True,
         device: str | None = None,
+        misses: str = "upload",
         link: Link | None = None,
         expert_file: ExpertFile | None = None,
     ) -> None:
         """Allocates banks and staging, opens the files, starts the upload threads.
 
-        `device`, by ggml's name, is whose memory holds them; None: main memory.
+        `device`, by ggml's name, is whose memory holds them; None: main memory. `misses` as --misses.
 
         Raises BackendError when memory is short, SourceError when a file cannot be opened.
         """
@@ -206,6 +209,7 @@ class ExpertSlots:
             n_parallel=n_parallel,
             forget=int(forget),
             repack=int(repack),
+            misses=native.MISSES[misses],
             device=device.encode() if device else None,
             link_rate=link.rate if link else 0.0,
             link_latency=link.latency if link else 0.0,

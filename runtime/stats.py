@@ -7,9 +7,14 @@ from typing import Any, Literal
 
 from speculoe_local.runtime.slots import SlotStats
 
-__all__ = ["Stats", "Tier"]
+__all__ = ["Stats", "Tier", "exactness"]
 
 Tier = Literal["resident", "disk-ram", "ram-vram", "disk-ram-vram", "link"]
+
+
+def exactness(mode: str, *, rounded: bool) -> str:
+    """exact: the bits of a fully resident run; rounded: its sums, rounded otherwise; lossy: other sums."""
+    return "lossy" if mode != "exact" else "rounded" if rounded else "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +23,7 @@ class Stats:
 
     Where all experts are resident, every expert that was asked for counts as a hit. `kl` (nats) and
     `top1` are what `eval` measured of a lossy mode on this model; None in exact mode, or never measured.
+    `rounded`: nothing is left out, but sums depend within rounding on where an expert was computed.
     """
 
     prompt_tokens: int
@@ -35,6 +41,7 @@ class Stats:
     mode: str = "exact"
     kl: float | None = None
     top1: float | None = None
+    rounded: bool = False
     slots: SlotStats = field(default_factory=SlotStats)
     logits_sha256: str | None = None
 
@@ -42,6 +49,11 @@ class Stats:
     def tpot_s(self) -> float:
         """Time per output token after the first; 0 before there is one."""
         return self.decode_s / (self.completion_tokens - 1) if self.completion_tokens > 1 else 0.0
+
+    @property
+    def exactness(self) -> str:
+        """exact, rounded or lossy."""
+        return exactness(self.mode, rounded=self.rounded)
 
     @property
     def requests(self) -> int:
@@ -77,7 +89,7 @@ class Stats:
             "experts": {
                 "tier": self.tier,
                 "mode": self.mode,
-                "exactness": "exact" if self.mode == "exact" else "lossy",
+                "exactness": self.exactness,
                 "kl": None if self.kl is None else round(self.kl, 5),
                 "top1": None if self.top1 is None else round(self.top1, 4),
                 "budget_bytes": self.budget_bytes,
@@ -93,6 +105,7 @@ class Stats:
                 "precision_nonresident": round(self.slots.precision_nonresident, 4),
                 "uploaded_bytes": self.slots.uploaded_bytes,
                 "wasted_bytes": self.slots.wasted_bytes,
+                "cpu_experts": self.slots.cpu_experts,
                 "stall_ms_per_token": round(self._stall_ms_per_token(), 3),
                 "source": self.slots.source,
                 "kernels": "repacked" if self.slots.repacked else "plain",
@@ -120,6 +133,9 @@ class Stats:
         parts.append(f"first after {self.ttft_s:.2f} s")
         if self.mode != "exact":
             parts.append(f"lossy ({self.mode}, {self._cost()})")
+        if self.slots.cpu_experts:
+            missed = max(1, self.requests - self.hits)
+            parts.append(f"{self.slots.cpu_experts / missed:.0%} of misses computed by the CPU")
         if self.cached_tokens:
             parts.append(f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens reused")
         if self.tier == "resident":

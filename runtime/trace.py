@@ -26,6 +26,7 @@ _KINDS = (
     ("uploads: predicted", "#54a24b", "layer {block}, expert {expert}"),
     ("uploads: prompt", "#f58518", "layer {block}, expert {expert} ..."),
     ("predictions", "#b279a2", "layer {block}"),
+    ("misses on the CPU", "#72b7b2", "layer {block}"),
 )
 
 

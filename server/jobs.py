@@ -245,7 +245,8 @@ class ModelEntry:
 class BackendInfo:
     """A loaded model. `n_ctx` is what one request may use, prompt and answer together.
 
-    `mode` exact: the true router; `exactness` "exact" or what a lossy mode costs, in words.
+    `mode` exact: the true router; `exactness` "exact", "rounded" (--misses) or what a lossy
+    mode costs, in words.
     """
 
     entry: ModelEntry

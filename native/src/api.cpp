@@ -18,7 +18,11 @@ struct spo_engine {
     std::string                           text; // what the last call returned a pointer to
     std::unique_ptr<spo::prediction_loop> loop; // after the engine it watches, so gone before it
 
-    explicit spo_engine(const spo_params & params) : engine(params) {}
+    explicit spo_engine(const spo_params & params) : engine(params) {
+        if (engine.shares_misses()) {
+            engine.set_misses(spo::make_miss_branch(engine));
+        }
+    }
 };
 
 struct spo_steps : spo::prediction_steps {

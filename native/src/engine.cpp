@@ -14,8 +14,17 @@ namespace {
 constexpr float  precision_step = 0.02f; // weight of the newest outcome, right or wrong
 constexpr float  timing_step    = 0.05f; // weight of the newest duration
 constexpr size_t lane_bytes     = size_t(4) << 20;
+constexpr int    stale_after    = 64; // misses without an upload, or without the CPU: measure it again
+constexpr int    admitted       = 2;  // experts on their way, beyond which what the CPU computes is not uploaded
+
+void average(float & of, float newest) { of = of > 0 ? of + timing_step * (newest - of) : newest; }
 
 std::vector<std::string> paths_of(const spo_params & params) { return { params.files, params.files + params.n_files }; }
+
+bool on_cpu(const layer_step & step, int expert) {
+    return std::any_of(step.wanted.begin(), step.wanted.end(),
+                       [expert](const pinned & w) { return w.on_cpu && w.expert == expert; });
+}
 
 // A third of what one token leaves over, and one slot whenever there is one.
 int probation_of(int n_slots, int n_used) { return std::max(n_slots > n_used ? 1 : 0, (n_slots - n_used) / 3); }
@@ -25,6 +34,7 @@ int probation_of(int n_slots, int n_used) { return std::max(n_slots > n_used ? 1
 engine::engine(const spo_params & params) :
     n_parallel_(params.n_parallel),
     forget_(params.forget != 0),
+    misses_(miss_mode(params.misses)),
     source_(paths_of(params), params.source),
     link_(params.link_rate, params.link_latency) {
     read_layout(params);
@@ -37,8 +47,10 @@ engine::engine(const spo_params & params) :
 
 void engine::read_layout(const spo_params & params) {
     if (params.n_matrices < 1 || params.n_pools < 1 || params.n_workers < 1 || params.n_used < 1 ||
-        params.n_staging < 1 || params.half_life < 1 || params.n_parallel < 1) {
-        throw std::invalid_argument("an engine needs matrices, pools, workers, staging and positive counts");
+        params.n_staging < 1 || params.half_life < 1 || params.n_parallel < 1 || params.misses < SPO_MISSES_UPLOAD ||
+        params.misses > SPO_MISSES_AUTO) {
+        throw std::invalid_argument("an engine needs matrices, pools, workers, staging, positive counts, a known way "
+                                    "with misses");
     }
     matrices_.reserve(params.n_matrices); // graphs keep pointers into both
     layers_.reserve(params.n_matrices);
@@ -123,6 +135,9 @@ void engine::make_pools(const spo_params & params) {
                 throw std::bad_alloc();
             }
             ggml_backend_buffer_set_usage(pool.memory.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+            if (shares_misses()) { // the spare slot stands for what is computed elsewhere, and must add nothing
+                ggml_backend_buffer_clear(pool.memory.back().get(), 0);
+            }
             pool.banks.emplace_back(shape, n_slots + 1, pool.memory.back().get(), 0);
             stats_.bank_bytes += bytes;
         }
@@ -167,6 +182,8 @@ void engine::release(layer_step & step) {
     step.layer = -1;
     step.wanted.clear();
     step.pins.clear();
+    step.n_cpu    = 0;
+    step.n_demand = 0;
 }
 
 void engine::request(int layer_index, const id_view & ids) {
@@ -192,7 +209,7 @@ void engine::request_ahead(int layer_index, const id_view & ids) {
     lock held(mutex_);
     release(ahead_);
     // While the running layer still looks for slots, the next one must not take them.
-    if (std::all_of(now_.wanted.begin(), now_.wanted.end(), [](const pinned & w) { return w.slot >= 0; })) {
+    if (std::all_of(now_.wanted.begin(), now_.wanted.end(), [](const pinned & w) { return w.on_cpu || w.slot >= 0; })) {
         ask(ahead_, layer_index, ids);
     }
 }
@@ -218,21 +235,74 @@ void engine::ask(layer_step & step, int layer_index, const id_view & ids) {
     }
     judge_predictions(step);
     // First pin what is here, so that what is missing cannot take its place.
-    for (const pinned & w : step.wanted) {
+    for (pinned & w : step.wanted) {
         table.use(pl, w.expert);
-        if (w.slot >= 0) {
+        const bool ready = w.slot >= 0 && table.at(w.slot).state == slot_state::ready;
+        stats_.hits += ready;
+        if (!ready && layer.cpu_misses && misses_ == miss_mode::cpu) {
+            w.slot = -1; // nothing is waited for
+        } else if (w.slot >= 0) {
             table.pin(w.slot);
             step.pins.push_back(w);
-            stats_.hits += table.at(w.slot).state == slot_state::ready;
             queue_->promote(pool.transfers[w.slot].id); // what is left of a prediction overtakes the others
         }
     }
     table.settle(pl);
     stats_.requests += step.wanted.size();
+    step.asked_ns = now_ns();
+    if (layer.cpu_misses) {
+        share_misses(step);
+    }
     for (pinned & w : step.wanted) {
-        if (w.slot < 0) {
+        if (w.slot < 0 && !w.on_cpu) {
+            step.n_demand += 1;
             request_missing(step, w);
         }
+    }
+    for (const pinned & w : step.wanted) { // what was computed elsewhere may be asked for again
+        if (w.on_cpu && in_flight_ < admitted * layer.n_copies() && table.find(pl, w.expert) < 0) {
+            start_upload(layer_index, w.expert, /*predicted*/ false, /*urgent*/ false);
+        }
+    }
+}
+
+// The first of the missing are uploaded: routers name the likeliest first, and those come again soonest.
+void engine::share_misses(layer_step & step) {
+    const int misses =
+        int(std::count_if(step.wanted.begin(), step.wanted.end(), [](const pinned & w) { return w.slot < 0; }));
+    int on_cpu = cpu_share(misses_, misses, upload_us_, cpu_us_);
+    if (misses_ == miss_mode::automatic && misses > 0) {
+        if (on_cpu == 0 && ++without_cpu_ > stale_after) {
+            on_cpu = 1;
+        } else if (on_cpu == misses && ++without_upload_ > stale_after) {
+            on_cpu = misses - 1;
+        }
+        without_cpu_    = on_cpu > 0 ? 0 : without_cpu_;
+        without_upload_ = on_cpu < misses ? 0 : without_upload_;
+    }
+    step.n_cpu = on_cpu;
+    stats_.cpu_experts += uint64_t(on_cpu);
+    for (auto w = step.wanted.rbegin(); w != step.wanted.rend() && on_cpu > 0; ++w) {
+        w->on_cpu = w->slot < 0;
+        on_cpu -= w->on_cpu;
+    }
+}
+
+void engine::missing(const id_view & ids, int32_t * experts) {
+    lock held(mutex_);
+    cpu_ns_ = now_ns();
+    for (int64_t t = 0; t < ids.n_tokens; ++t) {
+        for (int64_t i = 0; i < ids.n_used; ++i) {
+            const int expert = ids.at(i, t);
+            *experts++       = on_cpu(now_, expert) ? expert : -1;
+        }
+    }
+}
+
+// What one expert takes here and there while both go on beside each other: they share the memory's bandwidth.
+void engine::measure(const layer_step & step) {
+    if (step.n_demand > 0 && landed_ns_ > step.asked_ns) {
+        average(upload_us_, 1e-3f * float(landed_ns_ - step.asked_ns) / float(step.n_demand));
     }
 }
 
@@ -243,7 +313,7 @@ bool engine::request_missing(layer_step & step, pinned & wanted) {
         pool.table.asked(wanted.slot);
         queue_->promote(pool.transfers[wanted.slot].id);
     } else {
-        wanted.slot = start_upload(step.layer, wanted.expert, /*predicted*/ false);
+        wanted.slot = start_upload(step.layer, wanted.expert, /*predicted*/ false, /*urgent*/ true);
     }
     if (wanted.slot < 0) {
         return false; // every slot is pinned or loading; acquire() tries again
@@ -258,25 +328,34 @@ void engine::acquire(int layer_index, const id_view & ids, int32_t * slots) {
     slot_table &      table = pools_[layer.pool].table;
     const uint64_t    begin = now_ns();
     lock              held(mutex_);
+    if (now_.n_cpu > 0) {
+        average(cpu_us_, 1e-3f * float(begin - cpu_ns_) / float(now_.n_cpu));
+        stats_.cpu_ns += begin - cpu_ns_;
+        trace_.span(SPO_SPAN_CPU, cpu_ns_, layer.block, -1);
+    }
     wait(held, stats_.stall_ns, [&] {
         bool all = true;
         for (pinned & w : now_.wanted) {
-            all = (w.slot >= 0 || request_missing(now_, w)) && table.at(w.slot).state != slot_state::loading && all;
+            all = w.on_cpu ? all
+                           : (w.slot >= 0 || request_missing(now_, w)) &&
+                                 table.at(w.slot).state != slot_state::loading && all;
         }
         return all;
     });
     trace_.span(SPO_SPAN_STALL, begin, layer.block, -1);
+    measure(now_);
     acquired_    = layer_index;
     acquired_ns_ = now_ns();
     for (int64_t t = 0; t < ids.n_tokens; ++t) {
         for (int64_t i = 0; i < ids.n_used; ++i) {
             const int found = table.find(layer.pool_layer, ids.at(i, t));
-            *slots++        = found >= 0 ? found : table.size(); // the spare slot, in a graph about to end
+            // The spare slot: the CPU has computed it, or the graph is about to end.
+            *slots++ = found >= 0 && !on_cpu(now_, ids.at(i, t)) ? found : table.size();
         }
     }
 }
 
-int engine::start_upload(int layer_index, int expert, bool predicted) {
+int engine::start_upload(int layer_index, int expert, bool predicted, bool urgent) {
     const moe_layer & layer = layers_[layer_index];
     slot_pool &       pool  = pools_[layer.pool];
     slot              evicted;
@@ -287,11 +366,11 @@ int engine::start_upload(int layer_index, int expert, bool predicted) {
     if (evicted.predicted) {
         stats_.wasted_bytes += layer.expert_bytes;
     }
-    enqueue(layer_index, expert, *claimed, predicted);
+    enqueue(layer_index, expert, *claimed, urgent);
     return *claimed;
 }
 
-void engine::enqueue(int layer_index, int expert, int slot_index, bool predicted) {
+void engine::enqueue(int layer_index, int expert, int slot_index, bool urgent) {
     const moe_layer & layer                  = layers_[layer_index];
     const uint64_t    id                     = next_id_++;
     const int         n_copies               = layer.n_copies();
@@ -302,7 +381,7 @@ void engine::enqueue(int layer_index, int expert, int slot_index, bool predicted
         upload copy{ id, [this, &layer, i, together, expert, slot_index] {
                         fill_slot(matrices_[layer.first + i], together, expert, slot_index);
                     } };
-        predicted ? queue_->predict(std::move(copy)) : queue_->demand(std::move(copy));
+        urgent ? queue_->demand(std::move(copy)) : queue_->predict(std::move(copy));
     }
 }
 
@@ -384,6 +463,7 @@ void engine::fill_slot(const matrix & m, int n, int expert, int slot_index) {
             pool.table.abandon(slot_index);
         } else if (t.remaining == 0) {
             pool.table.ready(slot_index);
+            landed_ns_ = now_ns();
             stats_.uploads += 1;
         }
     }
@@ -475,7 +555,8 @@ int engine::prefetch(int block, const int32_t * experts, int n) {
         if (guess.precision.size() <= r) {
             guess.precision.push_back(1.0f); // innocent until measured
         }
-        if (!resident && guess.precision[r] >= least && start_upload(found->second, expert, /*predicted*/ true) >= 0) {
+        if (!resident && guess.precision[r] >= least &&
+            start_upload(found->second, expert, /*predicted*/ true, /*urgent*/ false) >= 0) {
             accepted += 1;
         }
     }

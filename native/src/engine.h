@@ -5,6 +5,7 @@
 #include "bank.h"
 #include "device.h"
 #include "link.h"
+#include "misses.h"
 #include "slots.h"
 #include "source.h"
 #include "speculation.h"
@@ -50,8 +51,10 @@ struct moe_layer {
     int      n_matrices;
     int      n_expert;
     size_t   expert_bytes;
-    bool     packed; // in slot_file its matrices follow each other: one read fetches an expert
-    bool     shared; // has a shared expert, which may run between request and acquire
+    bool     packed;             // in slot_file its matrices follow each other: one read fetches an expert
+    bool     shared;             // has a shared expert, which may run between request and acquire
+    bool     cpu_misses = false; // its graph can compute misses on the CPU
+    int64_t  n_input    = 0;     // floats of what leaves the device for its operation that are its experts' input
 
     int n_copies() const { return packed ? 1 : n_matrices; } // that bring one expert
 };
@@ -90,7 +93,8 @@ struct id_view {
 };
 
 struct pinned {
-    int pool, slot, layer, expert; // layer within the pool
+    int  pool, slot, layer, expert; // layer within the pool
+    bool on_cpu = false;            // no slot is waited for: it is computed where its bytes lie
 };
 
 // What one layer of the running graph asked for, and the slots it holds until it is computed.
@@ -98,6 +102,9 @@ struct layer_step {
     int                 layer = -1;
     std::vector<pinned> wanted;
     std::vector<pinned> pins;
+    int                 n_cpu    = 0; // of what is wanted
+    int                 n_demand = 0; // uploads that are waited for
+    uint64_t            asked_ns = 0;
 };
 
 class engine {
@@ -117,12 +124,22 @@ public:
     // Whether a graph of so many tokens reads slots; others stream, and leave the slots alone.
     bool decodes(const moe_layer & layer, int64_t n_used, int64_t n_tokens) const;
 
+    // --- misses that the CPU computes; null: all are uploaded
+    miss_branch * misses() { return branch_.get(); }
+    void          set_misses(std::unique_ptr<miss_branch> branch) { branch_ = std::move(branch); }
+    bool          shares_misses() const { return misses_ != miss_mode::upload; }
+    // While a graph is built.
+    void allow_cpu(int layer, bool can) { layers_[layer].cpu_misses = can; }
+    void set_input(int layer, int64_t n) { layers_[layer].n_input = n; }
+
     // --- compute thread, inside a graph
     // The router of a decode step has chosen: pins what is resident, starts on what is missing.
     void request(int layer, const id_view & ids);
     // The same for the next layer while this one waits and computes: its prediction will be executed.
     void request_ahead(int layer, const id_view & ids);
-    // Waits until all of it is resident; writes the slots, packed.
+    // After request: for each choice the expert that the CPU is to compute, or -1; packed.
+    void missing(const id_view & ids, int32_t * experts);
+    // Waits until all else is resident; writes the slots, packed.
     void acquire(int layer, const id_view & ids, int32_t * slots);
     // Makes the experts of one matrix present in its stage, and starts on the next matrix.
     void stream(const matrix & m, const id_view & ids);
@@ -155,6 +172,8 @@ private:
     void  make_pools(const spo_params & params);
     void  ask(layer_step & step, int layer, const id_view & ids); // under the lock
     bool  request_missing(layer_step & step, pinned & wanted);    // under the lock
+    void  share_misses(layer_step & step);                        // under the lock
+    void  measure(const layer_step & step);                       // under the lock
     void  judge_predictions(const layer_step & step);             // under the lock
     float least_precision() const;                                // under the lock
     void  drop_upload(int layer, int slot);                       // under the lock
@@ -162,8 +181,9 @@ private:
     void  drop_adoption();                                        // under the lock
     void  adopt(const moe_layer & layer, const id_view & ids);    // under the lock
     void  copy_adopted(const matrix & m, lock & held);
-    int   start_upload(int layer, int expert, bool predicted);      // under the lock; slot or -1
-    void  enqueue(int layer, int expert, int slot, bool predicted); // under the lock
+    // Under the lock; the slot or -1. Urgent: before all predictions.
+    int  start_upload(int layer, int expert, bool predicted, bool urgent);
+    void enqueue(int layer, int expert, int slot, bool urgent); // under the lock
     // Any thread, without the lock: `n` matrices from `m` on, all in one read, of one expert.
     void fill_slot(const matrix & m, int n, int expert, int slot);
     // A bank's experts [i, i + count) are one piece of what is read.
@@ -189,6 +209,8 @@ private:
     int                                     repacked_ = 0;
     int                                     n_parallel_;
     bool                                    forget_; // nothing stays from one layer to the next but predictions
+    miss_mode                               misses_;
+    std::unique_ptr<miss_branch>            branch_;
     file_source                             source_;
     std::unique_ptr<device>                 device_; // null: main memory
     modelled_link                           link_;
@@ -208,8 +230,13 @@ private:
     uint64_t                          acquired_ns_ = 0;
     float                             window_us_   = 0; // moving averages, see least_precision
     float                             copy_us_     = 0;
-    uint64_t                          next_id_     = 1;
-    int                               in_flight_   = 0; // copies queued or running
+    float                             upload_us_   = 0; // the same of an expert that was waited for ...
+    float                             cpu_us_      = 0; // ... and of one that the CPU computed, see cpu_share
+    int                               without_cpu_ = 0, without_upload_ = 0; // steps with misses since the last one
+    uint64_t                          landed_ns_ = 0;                        // when the newest upload was complete
+    uint64_t                          cpu_ns_    = 0;                        // when the CPU began
+    uint64_t                          next_id_   = 1;
+    int                               in_flight_ = 0; // copies queued or running
 
     tap_box                       taps_;
     std::unique_ptr<speculation>  speculation_;

@@ -35,7 +35,8 @@ int index_of(const moe_layer & layer) { return int(&layer - &layer.owner->layer(
 // the first one acts.
 
 // Sources of a slots operation; residual and shared may be absent. On a device the first three leave as one
-// tensor [n_embd + 2 n_used, n_tokens] F32 in the place of ids: each transfer back would wait for the device.
+// tensor [n_input + n_embd + 2 n_used, n_tokens] F32 in the place of ids: each transfer back would wait for
+// the device. Where misses are computed on the CPU it begins with the experts' input.
 enum slots_source { src_ids, src_weights, src_residual, src_shared };
 
 // The router has chosen: ids in, the same ids out, uploads on their way.
@@ -60,17 +61,22 @@ const float * row(const ggml_tensor * tensor, size_t stride, int64_t t) {
 bool is_packed(const ggml_tensor * slots) { return slots->src[src_ids]->type != GGML_TYPE_I32; }
 
 // The length of the residual that a slots operation is given, 0 without one.
-int64_t residual_size(const ggml_tensor * slots) {
+int64_t residual_size(const moe_layer & layer, const ggml_tensor * slots) {
     if (is_packed(slots)) {
-        return slots->src[src_ids]->ne[0] - 2 * slots->ne[0];
+        return slots->src[src_ids]->ne[0] - 2 * slots->ne[0] - layer.n_input;
     }
     return slots->src[src_residual] ? slots->src[src_residual]->ne[0] : 0;
 }
 
 // What a slots operation is given, token by token.
 struct step_input {
-    explicit step_input(const ggml_tensor * slots) :
-        n_used(slots->ne[0]), n_tokens(slots->ne[1]), first_(slots->src[src_ids]), slots_(slots) {
+    step_input(const moe_layer & layer, const ggml_tensor * slots) :
+        n_used(slots->ne[0]),
+        n_tokens(slots->ne[1]),
+        n_embd(residual_size(layer, slots)),
+        n_input_(layer.n_input),
+        first_(slots->src[src_ids]),
+        slots_(slots) {
         if (is_packed(slots)) {
             packed_ids_.resize(size_t(n_used * n_tokens));
             for (int64_t t = 0; t < n_tokens; ++t) {
@@ -93,15 +99,14 @@ struct step_input {
         return packed_ids_.empty() ? row(slots_->src[src_weights], slots_->src[src_weights]->nb[2], t)
                                    : row(first_, first_->nb[1], t) + first_->ne[0] - 2 * n_used;
     }
-    // Its length is n_embd(); null where the graph does not show it.
+    // Its length is n_embd; null where the graph does not show it.
     const float * residual(int64_t t) const {
-        if (n_embd() == 0) {
+        if (n_embd == 0) {
             return nullptr;
         }
-        const ggml_tensor * of = packed_ids_.empty() ? slots_->src[src_residual] : first_;
-        return row(of, of->nb[1], t);
+        return packed_ids_.empty() ? row(slots_->src[src_residual], slots_->src[src_residual]->nb[1], t)
+                                   : row(first_, first_->nb[1], t) + n_input_;
     }
-    int64_t       n_embd() const { return residual_size(slots_); }
     const float * shared(int64_t t) const {
         const ggml_tensor * of = slots_->src[src_shared];
         return of ? row(of, of->nb[1], t) : nullptr;
@@ -109,8 +114,10 @@ struct step_input {
 
     const int64_t n_used;
     const int64_t n_tokens;
+    const int64_t n_embd;
 
 private:
+    const int64_t        n_input_;
     const ggml_tensor *  first_;
     const ggml_tensor *  slots_;
     std::vector<int32_t> packed_ids_;
@@ -118,7 +125,7 @@ private:
 
 void write_taps(const moe_layer & layer, const step_input & in) {
     tap_box & taps = layer.owner->taps();
-    for (int64_t t = 0; taps.is_open() && in.n_embd() == taps.n_embd() && t < in.n_tokens; ++t) {
+    for (int64_t t = 0; taps.is_open() && in.n_embd == taps.n_embd() && t < in.n_tokens; ++t) {
         taps.write(index_of(layer), in.residual(t), in.shared(t), in.ids(t), in.weights(t), int(in.n_used));
     }
 }
@@ -128,7 +135,7 @@ void speculate(const moe_layer & layer, const step_input & in) {
     engine &          owner = *layer.owner;
     speculation *     how   = owner.speculating();
     const moe_layer * next  = how ? owner.find_layer(how->target(layer.block)) : nullptr;
-    if (!next || in.n_embd() == 0 || !how->covers(next->block, in.n_used, in.n_tokens)) {
+    if (!next || in.n_embd == 0 || !how->covers(next->block, in.n_used, in.n_tokens)) {
         return;
     }
     const uint64_t begin = now_ns();
@@ -158,6 +165,12 @@ void guess_weights_op(ggml_tensor * dst, int ith, int, void * data) {
     }
 }
 
+// Taps go before any wait: what is predicted from them follows the demand without a gap.
+void leave(const moe_layer & layer, const step_input & in) {
+    write_taps(layer, in);
+    speculate(layer, in);
+}
+
 // Slot numbers out, once what they hold is there.
 void slots_op(ggml_tensor * dst, int ith, int, void * data) {
     if (ith != 0) {
@@ -166,16 +179,71 @@ void slots_op(ggml_tensor * dst, int ith, int, void * data) {
     auto &              layer = *static_cast<const moe_layer *>(data);
     const ggml_tensor * first = dst->src[src_ids];
     try {
-        const step_input in(dst);
+        const step_input in(layer, dst);
         if (std::strcmp(first->name, request_name) != 0 || first->op != GGML_OP_CUSTOM) {
             layer.owner->request(index_of(layer), in.ids());
         }
-        write_taps(layer, in); // before the wait: what is predicted from it follows the demand without a gap
-        speculate(layer, in);
+        leave(layer, in);
         layer.owner->acquire(index_of(layer), in.ids(), static_cast<int32_t *>(dst->data));
     } catch (const std::exception & e) {
         layer.owner->fail(e.what());
         std::memset(dst->data, 0, ggml_nbytes(dst));
+    }
+}
+
+// The same in three operations where the CPU computes misses: the first decides; ids out. Then which of them
+// are computed here, and last, when they are, slot numbers.
+void decide_op(ggml_tensor * dst, int ith, int, void * data) {
+    if (ith != 0) {
+        return;
+    }
+    auto & layer = *static_cast<const moe_layer *>(data);
+    try {
+        const step_input in(layer, dst);
+        copy_ids(in.ids(), dst->data);
+        layer.owner->request(index_of(layer), in.ids());
+        leave(layer, in);
+    } catch (const std::exception & e) {
+        layer.owner->fail(e.what());
+        std::memset(dst->data, 0, ggml_nbytes(dst));
+    }
+}
+
+void missing_op(ggml_tensor * dst, int ith, int, void * data) {
+    if (ith == 0) {
+        static_cast<const moe_layer *>(data)->owner->missing(view(dst->src[0]), static_cast<int32_t *>(dst->data));
+    }
+}
+
+void wait_op(ggml_tensor * dst, int ith, int, void * data) {
+    if (ith == 0) {
+        auto & layer = *static_cast<const moe_layer *>(data);
+        layer.owner->acquire(index_of(layer), view(dst->src[0]), static_cast<int32_t *>(dst->data));
+    }
+}
+
+// What the experts of a packed step are given, and their weights.
+void input_op(ggml_tensor * dst, int ith, int, void * data) {
+    auto & layer = *static_cast<const moe_layer *>(data);
+    for (int64_t t = 0; ith == 0 && t < dst->ne[1]; ++t) {
+        std::copy_n(row(dst->src[0], dst->src[0]->nb[1], t), layer.n_input,
+                    reinterpret_cast<float *>(static_cast<char *>(dst->data) + size_t(t) * dst->nb[1]));
+    }
+}
+
+void weights_op(ggml_tensor * dst, int ith, int, void *) {
+    const ggml_tensor * all = dst->src[0];
+    for (int64_t t = 0; ith == 0 && t < dst->ne[2]; ++t) {
+        std::copy_n(row(all, all->nb[1], t) + all->ne[0] - 2 * dst->ne[1], dst->ne[1],
+                    reinterpret_cast<float *>(static_cast<char *>(dst->data) + size_t(t) * dst->nb[2]));
+    }
+}
+
+void cpu_product_op(ggml_tensor * dst, int ith, int nth, void * data) {
+    try {
+        cpu_product(dst, ith, nth);
+    } catch (const std::exception & e) {
+        static_cast<engine *>(data)->fail(std::string("computing a missing expert: ") + e.what());
     }
 }
 
@@ -240,11 +308,13 @@ ggml_tensor * find_slots(ggml_cgraph * gf, int block) {
     return nullptr;
 }
 
-// Residual, weights and ids in one tensor; ids are small enough for floats.
-ggml_tensor * pack(ggml_context * ctx, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * residual) {
+// Residual, weights and ids in one tensor; ids are small enough for floats. `input` may be null.
+ggml_tensor * pack(ggml_context * ctx, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * residual,
+                   ggml_tensor * input) {
     ggml_tensor * all = ggml_concat(ctx, ggml_reshape_2d(ctx, ggml_cont(ctx, weights), ids->ne[0], ids->ne[1]),
                                     ggml_cast(ctx, ids, GGML_TYPE_F32), 0);
-    return residual ? ggml_concat(ctx, residual, all, 0) : all;
+    all               = residual ? ggml_concat(ctx, residual, all, 0) : all;
+    return input ? ggml_concat(ctx, input, all, 0) : all;
 }
 
 // The node that takes from all experts' probabilities those of the chosen ones, or null.
@@ -275,6 +345,46 @@ void execute_prediction(ggml_context * ctx, ggml_cgraph * gf, engine & owner, co
     *weights = op_like(ctx, gf, *weights, { *ids }, guess_weights_op, &layer);
 }
 
+// The operations of a layer whose misses the CPU may compute; its products follow. Slots are not part of the
+// graph yet: a product reads them first, after what the CPU computes.
+void begin_misses(ggml_context * ctx, ggml_cgraph * gf, engine & owner, miss_branch & misses, const moe_layer & layer,
+                  ggml_tensor * cur, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * residual) {
+    const int     index  = index_of(layer);
+    const bool    packed = owner.on_device() && ids->op != GGML_OP_CUSTOM;
+    ggml_tensor * all    = packed ? pack(ctx, ids, weights, residual, cur) : nullptr;
+    owner.set_input(index, packed ? cur->ne[0] : 0);
+    owner.allow_cpu(index, false); // until the last product shows that it can
+    const auto op = [&](const ggml_tensor * like, std::initializer_list<ggml_tensor *> sources, ggml_custom_op_t what) {
+        return op_like(ctx, gf, like, sources, what, &layer);
+    };
+    ggml_tensor * decided = packed     ? op(ids, { all }, decide_op)
+                            : residual ? op(ids, { ids, weights, residual }, decide_op)
+                                       : op(ids, { ids, weights }, decide_op);
+    ggml_format_name(decided, slots_name, layer.block);
+    ggml_tensor * args[] = { decided };
+    misses.begin(index, { cur, ids, weights, packed ? op(cur, { all }, input_op) : cur, packed ? decided : ids,
+                          packed ? op(weights, { all }, weights_op) : weights, op(ids, { decided }, missing_op),
+                          ggml_custom_4d(ctx, ids->type, ids->ne[0], ids->ne[1], 1, 1, args, 1, wait_op, 1,
+                                         const_cast<moe_layer *>(&layer)) });
+}
+
+// A product with slots where the CPU may compute misses: of the layer's last one, the sum of both.
+ggml_tensor * miss_product(ggml_context * ctx, ggml_cgraph * gf, engine & owner, miss_branch & misses, const matrix & m,
+                           ggml_tensor * w, ggml_tensor * cur) {
+    ggml_tensor * product = ggml_mul_mat_id(ctx, owner.pool_of(m).banks[m.position].tensor(), cur, misses.slots());
+    if (m.position + 1 < owner.layer(m.layer).n_matrices) {
+        misses.product(product, w);
+        return product;
+    }
+    ggml_tensor * missing = misses.finish(ctx, cur, w);
+    if (!missing) {
+        return product;
+    }
+    owner.allow_cpu(m.layer, true);
+    ggml_build_forward_expand(gf, missing); // here, so that uploads are waited for last
+    return ggml_add(ctx, product, missing);
+}
+
 void on_router(ggml_context * ctx, ggml_cgraph * gf, int il, ggml_tensor * cur, ggml_tensor ** ids,
                ggml_tensor ** weights, void * data) {
     auto &            owner = *static_cast<engine *>(data);
@@ -289,10 +399,14 @@ void on_router(ggml_context * ctx, ggml_cgraph * gf, int il, ggml_tensor * cur, 
         }
         how->shows(il, residual && residual->ne[0] == how->n_embd());
     }
+    if (miss_branch * misses = owner.misses()) {
+        begin_misses(ctx, gf, owner, *misses, *layer, cur, *ids, *weights, residual);
+        return;
+    }
     ggml_tensor * chosen = *ids;
     ggml_tensor * slots  = nullptr;
     if (owner.on_device() && chosen->op != GGML_OP_CUSTOM) {
-        slots = op_like(ctx, gf, *ids, { pack(ctx, chosen, *weights, residual) }, slots_op, layer);
+        slots = op_like(ctx, gf, *ids, { pack(ctx, chosen, *weights, residual, nullptr) }, slots_op, layer);
     } else {
         if (layer->shared && !owner.on_device()) {
             chosen = ids_op(ctx, gf, { chosen }, request_op, layer);
@@ -311,7 +425,11 @@ ggml_tensor * on_product(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * w, 
     if (!m) {
         return nullptr;
     }
-    if (ggml_tensor * slots = find_slots(gf, owner.layer(m->layer).block)) {
+    ggml_tensor * slots = find_slots(gf, owner.layer(m->layer).block);
+    if (slots && owner.misses() && owner.misses()->layer() == m->layer) {
+        return miss_product(ctx, gf, owner, *owner.misses(), *m, w, cur);
+    }
+    if (slots) {
         return ggml_mul_mat_id(ctx, owner.pool_of(*m).banks[m->position].tensor(), cur, slots);
     }
     ggml_tensor * ready   = ids_op(ctx, gf, { ids }, stage_op, m);
@@ -371,7 +489,7 @@ void run_shared_first(ggml_cgraph * gf, int slots_at, const moe_layer & layer) {
     ggml_tensor * shared = nodes[last];
     ggml_tensor * slots  = nodes[slots_at];
     std::copy(rest.rbegin(), rest.rend(), std::copy(first.rbegin(), first.rend(), nodes + slots_at));
-    if (shared->type == GGML_TYPE_F32 && shared->ne[0] == residual_size(slots)) {
+    if (shared->type == GGML_TYPE_F32 && shared->ne[0] == residual_size(layer, slots)) {
         slots->src[src_shared] = shared;
     }
 }
@@ -434,6 +552,10 @@ void on_graph(ggml_cgraph * gf, void * data) {
 }
 
 } // namespace
+
+std::unique_ptr<miss_branch> make_miss_branch(engine & owner) {
+    return std::make_unique<miss_branch>(cpu_product_op, &owner);
+}
 
 const llama_moe_hooks & moe_hooks() {
     static const llama_moe_hooks hooks = { on_router, on_product, on_graph };

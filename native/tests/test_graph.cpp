@@ -65,7 +65,7 @@ struct described {
         ggml_free(meta);
     }
 
-    spo_engine * engine(int n_slots) const {
+    spo_engine * engine(int n_slots, int misses) const {
         const char *               file = path.c_str();
         const std::vector<int32_t> pools(size_t(n_layers), n_slots);
         spo_params                 params{};
@@ -80,7 +80,8 @@ struct described {
         params.half_life  = 16;
         params.n_workers  = 2;
         params.n_parallel = 1;
-        params.repack     = 1;
+        params.repack     = misses == SPO_MISSES_UPLOAD; // the CPU computes what lies in the file
+        params.misses     = misses;
         char         error[256];
         spo_engine * out = nullptr;
         CHECK(spo_engine_new(&params, &out, error, sizeof(error)) == SPO_OK);
@@ -113,25 +114,30 @@ std::vector<float> answer(llama_model * model, llama_context * ctx) {
     return logits;
 }
 
-} // namespace
+using model_ptr = std::unique_ptr<llama_model, decltype(&llama_model_free)>;
 
-TEST(graphs_with_slots_give_the_same_logits_bit_for_bit) {
-    const char * path = std::getenv("SPECULOE_TEST_MODEL");
-    CHECK(path);
+model_ptr load(const char * path, bool repack) {
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     llama_backend_init();
-    const described    file(path);
     llama_model_params params = llama_model_default_params();
     params.n_gpu_layers       = 0;
-    std::unique_ptr<llama_model, decltype(&llama_model_free)> model(llama_model_load_from_file(path, params),
-                                                                    llama_model_free);
+    params.use_extra_bufts    = repack;
+    model_ptr model(llama_model_load_from_file(path, params), llama_model_free);
     CHECK(model);
+    return model;
+}
+
+void expect_equal_logits(int misses) {
+    const char * path = std::getenv("SPECULOE_TEST_MODEL");
+    CHECK(path);
+    const described          file(path);
+    const model_ptr          model    = load(path, misses == SPO_MISSES_UPLOAD);
     llama_context *          plain    = context(model.get());
     const std::vector<float> expected = answer(model.get(), plain);
     llama_free(plain);
 
     for (const int n_slots : { 2, 5, 8 }) {
-        spo_engine *      engine = file.engine(n_slots);
+        spo_engine *      engine = file.engine(n_slots, misses);
         llama_context *   ctx    = context(model.get());
         std::atomic<bool> stop{ false };
         spo_engine_attach(engine, ctx);
@@ -148,8 +154,21 @@ TEST(graphs_with_slots_give_the_same_logits_bit_for_bit) {
         CHECK(got.size() == expected.size() &&
               std::memcmp(got.data(), expected.data(), got.size() * sizeof(float)) == 0);
         CHECK(spo_engine_check(engine) == SPO_OK);
+        spo_stats stats;
+        spo_engine_get_stats(engine, &stats);
+        CHECK((stats.cpu_experts > 0) == (misses != SPO_MISSES_UPLOAD && stats.hits < stats.requests));
         spo_engine_detach(engine, ctx);
         llama_free(ctx);
         spo_engine_free(engine);
+    }
+}
+
+} // namespace
+
+TEST(graphs_with_slots_give_the_same_logits_bit_for_bit) { expect_equal_logits(SPO_MISSES_UPLOAD); }
+
+TEST(misses_computed_where_they_lie_give_the_same_logits_bit_for_bit) {
+    for (const int misses : { SPO_MISSES_CPU, SPO_MISSES_SPLIT, SPO_MISSES_AUTO }) {
+        expect_equal_logits(misses);
     }
 }

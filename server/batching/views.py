@@ -9,7 +9,7 @@ from typing import Any
 
 from speculoe_local.runtime.opened import Opened
 from speculoe_local.runtime.slots import SlotStats
-from speculoe_local.runtime.stats import Stats
+from speculoe_local.runtime.stats import Stats, exactness
 from speculoe_local.server.batching.answers import Answer
 from speculoe_local.server.jobs import BackendInfo, LaneView, ModelEntry
 
@@ -19,12 +19,12 @@ __all__ = ["experts_of", "info_of", "lane_view"]
 def info_of(opened: Opened, entry: ModelEntry, parallel: int) -> BackendInfo:
     """What a dialect may say about a loaded model."""
     quality = opened.quality
-    cost = "exact"
+    cost = exactness(opened.mode, rounded=opened.rounded)
     if opened.mode != "exact":
         measured = (
             f"KL {quality.kl:.4f} nats, top-1 {quality.top1:.1%}" if quality else "unmeasured"
         )
-        cost = f"lossy: {measured}"
+        cost += f": {measured}"
     return BackendInfo(
         entry=replace(entry, loaded=True),
         n_ctx=opened.context.n_ctx,
@@ -60,6 +60,7 @@ def experts_of(opened: Opened, answer: Answer, spent: SlotStats) -> Mapping[str,
         mode=opened.mode,
         kl=quality.kl if quality else None,
         top1=quality.top1 if quality else None,
+        rounded=opened.rounded,
         slots=spent,
     )
     found: Mapping[str, Any] = stats.to_json("", "")["experts"]

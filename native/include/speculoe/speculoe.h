@@ -27,7 +27,7 @@
 extern "C" {
 #endif
 
-#define SPO_ABI_VERSION 6
+#define SPO_ABI_VERSION 7
 
 typedef struct spo_engine spo_engine;
 struct llama_context;
@@ -50,6 +50,15 @@ typedef enum {
     SPO_POLICY_LRU     = 1, /* least recently used leaves */
     SPO_POLICY_LEARNED = 2, /* least expected use leaves: the default of runtime/ */
 } spo_policy;
+
+/* What decode steps do about experts that are not resident. All but the first compute some where their
+ * bytes lie, from llama.cpp's mapping of the file: what is summed is the same, how it is rounded is not. */
+typedef enum {
+    SPO_MISSES_UPLOAD = 0, /* wait for their upload */
+    SPO_MISSES_CPU    = 1, /* the CPU computes them; uploads for later steps are not waited for */
+    SPO_MISSES_SPLIT  = 2, /* some of either, so that both are done soonest */
+    SPO_MISSES_AUTO   = 3, /* the same, or all of one kind */
+} spo_misses;
 
 /* The matrices of one kind (gate, up, down or gate_up) of one layer: n_expert times [ne0, ne1]. */
 typedef struct {
@@ -88,6 +97,7 @@ typedef struct {
     int32_t              n_parallel;   /* sequences decoded together; larger batches stream as prompts do */
     int32_t              forget;       /* 1: keep no expert from one layer to the next but predicted ones (bench) */
     int32_t              repack;       /* 1: keep weights in the layout llama.cpp would choose for this CPU */
+    int32_t              misses;       /* spo_misses */
     const char *         device;       /* whose memory holds slots and staging, by ggml's name; NULL: main memory */
     double               link_rate;    /* modelled link, bytes per second; 0: none */
     double               link_latency; /* modelled link, seconds per copy */
@@ -107,6 +117,8 @@ typedef struct {
     uint64_t true_nonresident;           /* of true_experts, not resident when predicted */
     uint64_t true_nonresident_predicted; /* of these, predicted */
     uint64_t predicted_nonresident;      /* predictions of experts not resident then, uploaded or not */
+    uint64_t cpu_experts;                /* of requests, not resident and computed by the CPU instead of waited for */
+    uint64_t cpu_ns;                     /* that this took */
     uint64_t stall_ns;                   /* compute thread waiting for uploads, decoding and prompts */
     uint64_t window_ns;                  /* from one layer having its experts to the next layer asking for its own */
     uint64_t bank_bytes;                 /* memory of slots */
@@ -297,6 +309,7 @@ typedef enum {
     SPO_SPAN_PREDICTED = 3, /* the same, before anybody asked */
     SPO_SPAN_STAGED    = 4, /* neighbouring experts of one matrix on their way into staging */
     SPO_SPAN_PREDICT   = 5, /* a prediction judged and queued; `block` is the layer predicted */
+    SPO_SPAN_CPU       = 6, /* the CPU computing what is not resident */
 } spo_span_kind;
 
 /* Times on the clock that std::chrono::steady_clock reads. */
