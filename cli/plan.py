@@ -84,7 +84,7 @@ def plan(
     """Say what of MODEL fits where and how fast each mode should be, without loading it.
 
     Rates that are not given are measured on this machine in a second or two, and remembered. With --vram the
-    device need not exist. The fastest exact mode is named, and so is a plain placement that beats slots.
+    device need not exist. The fastest mode without loss is named, and so is a plain placement that beats slots.
     """
     from speculoe_local.runtime import hits
     from speculoe_local.runtime.host import host_of
@@ -181,7 +181,7 @@ def _row(mode: Mode) -> str:
     speed = f"{mode.tokens_per_s:.1f}" if mode.tokens_per_s >= 1 else f"{mode.tokens_per_s:.2f}"
     hit = "" if mode.hit_rate is None else f"{mode.hit_rate:.1%}"
     note = "; ".join(
-        part for part in ("lossy" if mode.exactness == "lossy" else "", mode.note) if part
+        part for part in ("" if mode.exactness == "exact" else mode.exactness, mode.note) if part
     )
     row = f"{mode.name:12} {speed:>8} {hit:>6} {mode.compute_ms:8.1f} {mode.copy_ms:8.1f} {mode.hidden_ms:7.1f}  {note}"
     return row.rstrip()

@@ -47,9 +47,21 @@ _OVERLAP = ((0.0, 0.25, 0.5, 1.0), (0.5, 0.22, 0.04, 0.0))
 _TIE = 0.99  # within one per cent the simpler mode is as good
 AT_BEST = 1.1  # what is predicted at its best must be so many times as fast to be picked
 
+_MISS_READS = 2  # a miss is read by the processor, and again for its upload
+
 ModeName = Literal[
-    "resident", "cpu-experts", "cache", "prefetch", "speculate", "ondemand", "mapped"
+    "resident",
+    "cpu-experts",
+    "misses-cpu",
+    "cache",
+    "prefetch",
+    "speculate",
+    "ondemand",
+    "mapped",
 ]
+
+_SLOTTED: tuple[ModeName, ...] = ("misses-cpu", "cache", "prefetch", "speculate", "ondemand")
+Exactness = Literal["exact", "rounded", "lossy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +108,7 @@ class Mode:
     """
 
     name: ModeName
-    exactness: Literal["exact", "lossy"]
+    exactness: Exactness
     tokens_per_s: float | None
     hit_rate: float | None = None
     compute_ms: float = 0.0
@@ -139,14 +151,18 @@ class Work:
         card = self.host.card
         if card is None:
             return missed / self.host.disk.bytes_per_s
-        held = self.held(self.routed_bytes)
-        found = 1.0 if held >= 1 else self.hit_model.pages(min(1.0, residency + held), self.used)
-        from_disk = min(missed, t.experts_bytes * (1 - found))
         return (
             missed / card.link.bytes_per_s
             + t.copies * (1 - hit_rate) * card.latency_s
-            + from_disk / self.host.disk.bytes_per_s
+            + self.disk_s(hit_rate, residency)
         )
+
+    def disk_s(self, hit_rate: float, residency: float) -> float:
+        """For what a device misses and main memory behind it does not hold either."""
+        held = self.held(self.routed_bytes)
+        found = 1.0 if held >= 1 else self.hit_model.pages(min(1.0, residency + held), self.used)
+        missed = self.traffic.experts_bytes * min(1 - hit_rate, 1 - found)
+        return missed / self.host.disk.bytes_per_s
 
     def held(self, nbytes: int) -> float:
         """The share of so many bytes of experts that main memory holds behind a device."""
@@ -178,8 +194,9 @@ def modes_of(
     else:
         if not model.is_moe:
             absent = "the model has no routed experts"
-        for name in ("cache", "prefetch", "speculate", "ondemand"):
-            yield Mode(name, "lossy" if name == "speculate" else "exact", None, note=absent)
+        for name in _SLOTTED:
+            if card is not None or name != "misses-cpu":
+                yield Mode(name, _exactness(name), None, note=absent)
     yield _mapped(work)
 
 
@@ -190,6 +207,15 @@ def _slotted(work: Work, placed: Placement) -> Iterable[Mode]:
     lossy_compute = work.compute_s(card is not None)
     compute = lossy_compute + (work.n_moe * READ_BACK_S if card else 0.0)
     copy = work.copy_s(hit, r)
+    if card is not None:
+        yield _timed(
+            "misses-cpu",
+            _misses_on_cpu_s(work, card, hit),
+            work.disk_s(hit, r),
+            hit_rate=hit,
+            note="slots, and the processor computes what they miss",
+            options="--misses cpu",
+        )
     beside = card is None or card.overlaps
     hidden = overlap(r) * min(copy, compute) if beside else 0.0
     yield _timed("cache", compute, copy, hit_rate=hit, options="--predict none")
@@ -211,6 +237,16 @@ def _slotted(work: Work, placed: Placement) -> Iterable[Mode]:
         options="--mode speculate",
     )
     yield _timed("ondemand", compute, work.copy_s(0.0, r), hit_rate=0.0, note="no expert is kept")
+
+
+def _misses_on_cpu_s(work: Work, card: Card, hit: float) -> float:
+    t = work.traffic
+    return (
+        work.fixed_s(True)
+        + (t.weights_bytes + t.kv_bytes + hit * t.experts_bytes) / card.products.bytes_per_s
+        + _MISS_READS * (1 - hit) * t.experts_bytes / work.host.products.bytes_per_s
+        + work.n_moe * HAND_OFF_S
+    )
 
 
 def _cpu_experts(
@@ -268,6 +304,12 @@ def _mapped(work: Work) -> Mode:
     return _timed("mapped", work.compute_s(False), copy, hit_rate=found, note=note)
 
 
+def _exactness(name: ModeName) -> Exactness:
+    if name == "misses-cpu":
+        return "rounded"
+    return "lossy" if name == "speculate" else "exact"
+
+
 def _timed(
     name: ModeName,
     compute: float,
@@ -280,7 +322,7 @@ def _timed(
 ) -> Mode:
     return Mode(
         name=name,
-        exactness="lossy" if name == "speculate" else "exact",
+        exactness=_exactness(name),
         tokens_per_s=1 / (compute + copy - hidden),
         hit_rate=hit_rate,
         compute_ms=compute * 1e3,

@@ -1,7 +1,7 @@
 """What of a model fits where on a machine, and how fast each way of running it should be. Pure arithmetic.
 
 Takes a `ModelMap`, a `Host` (sizes and rates) and a `HitModel`, gives a `Plan`: memory, placement, a prediction
-by mode from bytes moved per token, the fastest exact one, and every assumption in words. Measures nothing and
+by mode from bytes moved per token, the fastest without loss, and every assumption in words. Measures nothing and
 loads nothing; where slots lie is `placement`'s, rates are `rates`'s.
 """
 
@@ -42,7 +42,7 @@ DEVICE_RESERVE_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`fast` names the tier of the slots, `room_bytes` is what experts may take there (below 0: what is missing),
-    `placed` None where not even one token's experts fit. `picked` is the fastest exact mode, or None."""
+    `placed` None where not even one token's experts fit. `picked` is the fastest mode without loss, or None."""
 
     model: str
     host: Host
@@ -131,7 +131,7 @@ def make_plan(
     )
     fitting = _fitting_layers(model, room) if card else 0
     modes = tuple(modes_of(work, placed, room, model, fitting))
-    picked = fastest(mode for mode in modes if mode.exactness == "exact")
+    picked = fastest(mode for mode in modes if mode.exactness != "lossy")
     return Plan(
         model=model.name,
         host=host,
@@ -178,7 +178,8 @@ def _fitting_layers(model: ModelMap, room: int) -> int:
 def _verdict(modes: tuple[Mode, ...], picked: Mode | None) -> tuple[str, ...]:
     if picked is None:
         return ("does not run on this machine: " + modes[0].note,)
-    lines = [f"fastest exact: {picked.name}, about {_speed(picked)} tokens/s"]
+    rounded = " (rounded)" if picked.exactness == "rounded" else ""
+    lines = [f"fastest without loss: {picked.name}{rounded}, about {_speed(picked)} tokens/s"]
     if picked.options:
         lines[0] += f" ({picked.options})"
     other = fastest(m for m in modes if m.name in ("resident", "cache", "prefetch"))

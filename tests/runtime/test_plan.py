@@ -1,4 +1,4 @@
-"""Predictions follow from bytes and rates; the fastest exact mode is picked, plain where plain wins."""
+"""Predictions follow from bytes and rates; the fastest mode without loss is picked, plain where plain wins."""
 
 from __future__ import annotations
 
@@ -86,8 +86,19 @@ def test_what_lies_on_the_device_adds_up_to_it(qwen):
 def test_a_fast_processor_beside_a_slow_link_beats_slots_and_is_picked(qwen):
     made = make_plan(qwen, with_card(8, link=3))
 
+    assert ("misses-cpu", "rounded", "--misses cpu") == (
+        made.picked.name,
+        made.picked.exactness,
+        made.picked.options,
+    )
+    assert made.picked.tokens_per_s > made.mode("cpu-experts").tokens_per_s
+    assert made.mode("cpu-experts").tokens_per_s > made.mode("prefetch").tokens_per_s
+
+
+def test_experts_of_whole_layers_on_the_processor_win_where_slots_hit_little(qwen):
+    made = make_plan(qwen, with_card(3, link=1))
+
     assert "cpu-experts" == made.picked.name
-    assert made.picked.tokens_per_s > made.mode("prefetch").tokens_per_s
     assert "a plain placement, experts on the processor, beats slots" in made.verdict[1]
 
 
