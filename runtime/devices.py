@@ -16,10 +16,32 @@ from speculoe_local.runtime import lib
 from speculoe_local.runtime.errors import OptionError
 from speculoe_local.runtime.options import parse_device
 
-__all__ = ["KINDS", "Device", "available", "built", "choose", "listed", "registry"]
+__all__ = [
+    "KINDS",
+    "Device",
+    "available",
+    "built",
+    "choose",
+    "listed",
+    "most_buffer_bytes",
+    "registry",
+]
 
 KINDS: Final = ("cuda", "vulkan", "metal")  # in the order in which auto prefers them
+_F32, _I32 = 0, 26  # ggml_type
+_LEAST_BYTES = 1024
+_NO_LIMIT = 1 << 48  # no device has so much
 _TYPES: Final = ("cpu", "gpu", "igpu", "accelerator", "meta")  # ggml_backend_dev_type
+
+
+class _InitParams(ctypes.Structure):
+    """ggml_init_params"""
+
+    _fields_ = [
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    ]
 
 
 class _Props(ctypes.Structure):
@@ -113,6 +135,42 @@ def choose(asked: str) -> Device | None:
     return found[index]
 
 
+def most_buffer_bytes(device: Device) -> int | None:
+    """How large a tensor of experts the device multiplies with may be; None: as large as its memory.
+
+    Vulkan refuses products with more than a shader can address; what it calls the most of a buffer is only
+    what it lays small tensors together up to. Others refuse none, and mean what they say.
+    """
+    ggml = _ggml()
+    if not _multiplies(device, _NO_LIMIT):
+        fits, too_large = 0, _NO_LIMIT
+        while too_large - fits > _LEAST_BYTES:
+            tried = (fits + too_large) // 2
+            fits, too_large = (tried, too_large) if _multiplies(device, tried) else (fits, tried)
+        return fits
+    most: int = ggml.ggml_backend_buft_get_max_size(
+        ggml.ggml_backend_dev_buffer_type(device.handle)
+    )
+    return most if most < _NO_LIMIT else None
+
+
+def _multiplies(device: Device, nbytes: int) -> bool:
+    """Whether it takes a product of one row with one of so many bytes of experts, f32 and small."""
+    ggml = _ggml()
+    size = 8 * ggml.ggml_tensor_overhead()
+    context = ggml.ggml_init(_InitParams(size, None, True))
+    try:
+        experts = ggml.ggml_new_tensor_3d(
+            context, _F32, _LEAST_BYTES // 4, 1, max(1, nbytes // _LEAST_BYTES)
+        )
+        row = ggml.ggml_new_tensor_3d(context, _F32, _LEAST_BYTES // 4, 1, 1)
+        ids = ggml.ggml_new_tensor_3d(context, _I32, 1, 1, 1)
+        product = ggml.ggml_mul_mat_id(context, experts, row, ids)
+        return bool(ggml.ggml_backend_dev_supports_op(device.handle, product))
+    finally:
+        ggml.ggml_free(context)
+
+
 def _started(kind: str) -> tuple[Device, ...]:
     """The devices of one kind; none where its driver does not start, as on a machine without a card."""
     try:
@@ -159,13 +217,25 @@ def _describe(kind: str, index: int, handle: int) -> Device:
 
 @functools.cache
 def _ggml() -> Any:
-    """ggml's registry, reached through libllama, which links it."""
-    ggml = lib.llama_library
+    """ggml, reached through libllama, in a handle of its own: the bindings type theirs otherwise."""
+    ggml = ctypes.CDLL(lib.llama_library._name)
     for name, result, arguments in (
         ("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p]),
         ("ggml_backend_reg_dev_count", ctypes.c_size_t, [ctypes.c_void_p]),
         ("ggml_backend_reg_dev_get", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
         ("ggml_backend_dev_get_props", None, [ctypes.c_void_p, ctypes.c_void_p]),
+        ("ggml_backend_dev_buffer_type", ctypes.c_void_p, [ctypes.c_void_p]),
+        ("ggml_backend_buft_get_max_size", ctypes.c_size_t, [ctypes.c_void_p]),
+        ("ggml_backend_dev_supports_op", ctypes.c_bool, [ctypes.c_void_p] * 2),
+        ("ggml_tensor_overhead", ctypes.c_size_t, []),
+        ("ggml_init", ctypes.c_void_p, [_InitParams]),
+        ("ggml_free", None, [ctypes.c_void_p]),
+        (
+            "ggml_new_tensor_3d",
+            ctypes.c_void_p,
+            [ctypes.c_void_p, ctypes.c_int, *[ctypes.c_int64] * 3],
+        ),
+        ("ggml_mul_mat_id", ctypes.c_void_p, [ctypes.c_void_p] * 4),
     ):
         function = getattr(ggml, name)
         function.restype, function.argtypes = result, arguments

@@ -102,10 +102,11 @@ def open_model(
     if parts is not None:
         found = parts.of(whole)  # from here on, what of it is on this machine
     budget = placement.parse_budget(options.expert_budget)
+    most = devices.most_buffer_bytes(device) if device is not None else None
     if options.buffers == "two-layer":
-        placed = placement.two_layers(found)
+        placed = placement.two_layers(found, most_buffer_bytes=most)
     else:
-        placed = placement.plan(found, budget, **_room(device, host))
+        placed = placement.plan(found, budget, most_buffer_bytes=most, **_room(device, host))
     if parts is not None:
         placed = _away(placed, whole, found, parts)
     slotted = placed.kind == "slotted"

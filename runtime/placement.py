@@ -8,12 +8,16 @@ shape, so that a layer whose router repeats itself leaves slots to one whose rou
 gpt-oss-20b, 25 % of the experts, policy `learned`: 74.7 % hits with one pool, 71.9 % with one for each
 layer, groups of neighbours in between.) A prompt, which wants more experts than a pool holds, streams
 whole matrices through the staging buffers instead.
+
+Where a device limits one buffer, layers of one shape share as few pools as banks within the limit allow.
+Layers of a pool then lie evenly over the model and not side by side: each pool has early and late layers,
+whose routing differs, and those that run one after the other do not compete for slots.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -125,20 +129,21 @@ def plan(
     *,
     available_bytes: int | None = None,
     reserve_bytes: int = DEFAULT_RESERVE_BYTES,
+    most_buffer_bytes: int | None = None,
 ) -> Placement:
     """Spend `budget` on slots for the experts of `model`.
 
     `auto` needs `available_bytes`, the fast memory that is free before loading: all experts stay
     resident if they, the other weights and `reserve_bytes` fit in it, otherwise slots get what is
-    left.
+    left. No bank, its spare slot included, is larger than `most_buffer_bytes` (None: any size works).
 
-    Raises BudgetError, naming the smallest budget that works, if one token's experts do not fit;
-    OptionError for `auto` without `available_bytes`.
+    Raises BudgetError, naming the smallest budget that works, if one token's experts do not fit, and for
+    experts too large for one buffer; OptionError for `auto` without `available_bytes`.
     """
     if not model.is_moe:
         return Placement("dense", (), 0, 0, 0, 0, 1.0, 0, "the model has no routed experts")
     staging = _staging_bytes(model)
-    least = _pools(model.layers, 0)
+    least = _pools(model.layers, 0, None)
     floor = _slots_bytes(least)
     smallest = min(floor + staging, model.routed_bytes)
 
@@ -151,13 +156,18 @@ def plan(
         )
     if budget_bytes < smallest:
         raise BudgetError(_refusal(model, budget, budget_bytes, smallest))
+    _check_buffers(model, most_buffer_bytes)
 
     # The budget that first affords the second buffer must not get fewer slots than a smaller one
     # did, so just below the threshold what the buffer will take stays unspent.
     threshold = max(_ROOMY * 2 * staging, floor + 2 * staging)
     buffers = 2 if budget_bytes >= threshold else 1
     usable = budget_bytes if buffers == 2 else min(budget_bytes, threshold - staging)
-    pools = _pools(model.layers, usable - buffers * staging)
+    pools = _pools(model.layers, usable - buffers * staging, most_buffer_bytes)
+    if budget.is_auto and len(pools) > len(least):  # each has a spare slot
+        more = sum(pool.slot_bytes for pool in pools) - spare
+        left = max(usable - buffers * staging - more, floor)
+        pools = _pools(model.layers, left, most_buffer_bytes)
     return Placement(
         kind="slotted",
         pools=pools,
@@ -171,18 +181,22 @@ def plan(
     )
 
 
-def two_layers(model: ModelMap) -> Placement:
+def two_layers(model: ModelMap, *, most_buffer_bytes: int | None = None) -> Placement:
     """Slots for all experts of two layers of each shape, for measurements without a cache.
 
-    Raises BudgetError for a model without routed experts.
+    Raises BudgetError for a model without routed experts, and where a bank of them is larger than
+    `most_buffer_bytes`: in several pools they would be buffers of more than two layers.
     """
     if not model.is_moe:
         raise BudgetError(f"{model.name} has no routed experts, so there is nothing to buffer")
     largest = plan(model, parse_budget("100%"))
     pools = tuple(
         Pool(pool.layers, 2 * model.layer(pool.layers[0]).n_expert, pool.slot_bytes)
-        for pool in _pools(model.layers, 0)
+        for pool in _pools(model.layers, 0, None)
     )
+    for pool in pools:
+        _check_bank(model.layer(pool.layers[0]), pool.slots + 1, most_buffer_bytes)
+    _check_buffers(model, most_buffer_bytes)
     staging = _staging_bytes(model)
     used = _slots_bytes(pools) + staging
     return Placement(
@@ -229,14 +243,16 @@ def format_bytes(nbytes: int, *, up: bool = False) -> str:
     return f"{nbytes} B"
 
 
-def _pools(layers: tuple[MoeLayer, ...], slot_budget: int) -> tuple[Pool, ...]:
-    """One pool per kind of layer: each gets the k of its layers, then slots are dealt round by round.
+def _pools(
+    layers: tuple[MoeLayer, ...], slot_budget: int, most_buffer_bytes: int | None
+) -> tuple[Pool, ...]:
+    """Pools for each kind of layer: each kind gets the k of its layers, then slots are dealt round by round.
 
     Layers are of one kind if their experts have the same shapes and are equally many. In round r each
-    layer of more than r experts, the first layers first, brings its pool one slot; those that make up
+    layer of more than r experts, the first layers first, brings its kind one slot; those that make up
     the k are there already, whatever the budget: the layer that runs pins so many. The order of dealing
     is fixed and ends at the first slot that does not fit, so a larger budget never means fewer slots;
-    less than one slot of the largest layer stays unspent.
+    less than one slot of the largest layer stays unspent, and what no buffer would hold.
     """
     kinds = [(layer.n_expert, layer.shape_class) for layer in layers]
     members: dict[Hashable, list[MoeLayer]] = {}
@@ -244,21 +260,68 @@ def _pools(layers: tuple[MoeLayer, ...], slot_budget: int) -> tuple[Pool, ...]:
         members.setdefault(kind, []).append(layer)
     cost = {kind: group[0].expert_bytes for kind, group in members.items()}
     slots = {kind: max(layer.n_expert_used for layer in g) for kind, g in members.items()}
+    most = {kind: _most_slots(group[0], most_buffer_bytes) for kind, group in members.items()}
+    room = {kind: len(g) * min(g[0].n_expert, most[kind]) for kind, g in members.items()}
     left = slot_budget - sum(slots[kind] * cost[kind] for kind in slots)
     dealt = dict.fromkeys(slots, 0)
     rounds = range(max(n_expert for n_expert, _ in kinds))
     for kind in (kind for r in rounds for kind in kinds if r < kind[0]):
         dealt[kind] += 1
-        if dealt[kind] <= slots[kind]:
+        if dealt[kind] <= slots[kind] or slots[kind] == room[kind]:
             continue
         left -= cost[kind]
         if left < 0:
             break
         slots[kind] += 1
     return tuple(
-        Pool(tuple(layer.index for layer in group), slots[kind], cost[kind])
+        pool
         for kind, group in members.items()
+        for pool in _share_out(group, slots[kind], most[kind])
     )
+
+
+def _share_out(group: Sequence[MoeLayer], slots: int, most: int) -> Iterator[Pool]:
+    """`slots` of layers of one kind, in as few pools as hold them with at most `most` in each."""
+    least, n_expert = max(layer.n_expert_used for layer in group), group[0].n_expert
+    held, parts, rooms = 0, [group], [0]
+    for n_pools in range(1, len(group) + 1):
+        if n_pools > 1 and n_pools * least > slots:
+            break
+        tried = [group[first::n_pools] for first in range(n_pools)]
+        room = [min(most, len(part) * n_expert) for part in tried]
+        if min(slots, sum(room)) > held:
+            held, parts, rooms = min(slots, sum(room)), tried, room
+        if held == slots:
+            break
+    shares = [held] if len(parts) == 1 else [least] * len(parts)
+    for _ in range(held - sum(shares)):  # in proportion to layers, as far as there is room
+        open_parts = (i for i, room in enumerate(rooms) if shares[i] < room)
+        shares[min(open_parts, key=lambda i: shares[i] / len(parts[i]))] += 1
+    for part, share in zip(parts, shares, strict=True):
+        yield Pool(tuple(layer.index for layer in part), share, group[0].expert_bytes)
+
+
+def _most_slots(layer: MoeLayer, most_buffer_bytes: int | None) -> int:
+    """How many slots a bank within the limit has beside its spare one."""
+    if most_buffer_bytes is None:
+        return 1 << 62
+    return most_buffer_bytes // max(m.bytes_per_expert for m in layer.matrices) - 1
+
+
+def _check_buffers(model: ModelMap, most_buffer_bytes: int | None) -> None:
+    """Whether the limit leaves each layer the slots that one token pins, and its prompts a staging buffer."""
+    for layer in model.layers:
+        _check_bank(layer, max(layer.n_expert_used + 1, layer.n_expert), most_buffer_bytes)
+
+
+def _check_bank(layer: MoeLayer, n_experts: int, most_buffer_bytes: int | None) -> None:
+    largest = max(layer.matrices, key=lambda m: m.bytes_per_expert)
+    nbytes = n_experts * largest.bytes_per_expert
+    if most_buffer_bytes is not None and nbytes > most_buffer_bytes:
+        raise BudgetError(
+            f"{largest.name}: {n_experts} experts take {format_bytes(nbytes, up=True)}, one buffer of the device "
+            f"{format_bytes(most_buffer_bytes)} at most; use --device cpu"
+        )
 
 
 def _resolve(

@@ -298,11 +298,14 @@ def test_a_trace_shows_uploads_for_a_layer_while_the_one_before_computes(
 
 # What a driver is told before it starts needs a process of its own.
 WORKER = """
-import json, sys
+import json, os, sys
 from pathlib import Path
+from speculoe_local.runtime import devices
 from tests.runtime.test_device import answer, options, Engine
 from speculoe_local.runtime.errors import SpeculoeError
 found = []
+if "SPECULOE_TEST_NO_LIMIT" in os.environ:
+    devices.most_buffer_bytes = lambda device: None
 for budget in sys.argv[2:]:
     try:
         with Engine.open(Path(sys.argv[1]), options=options(budget)) as engine:
@@ -343,13 +346,55 @@ def test_a_bank_that_the_device_refuses_is_one_clear_error_and_less_of_it_works(
 ) -> None:
     path = build("qwen3moe", tmp_path / "wide.gguf", n_layer=4, n_expert=16, n_ff_exp=1024)
     limit = 3 << 20  # bytes; a bank of 90 % takes 4.0 MB, one of 40 % 1.8 MB
-    too_large, fits = apart(path, "90%", "40%", GGML_VK_FORCE_MAX_BUFFER_SIZE=str(limit))
+    too_large, fits = apart(
+        path,
+        *("90%", "40%"),
+        GGML_VK_FORCE_MAX_BUFFER_SIZE=str(limit),
+        SPECULOE_TEST_NO_LIMIT="1",  # as if the device had not said so
+    )
 
     assert [
         "BackendError",
         "expert slots do not fit into memory; use a smaller --expert-budget",
     ] == too_large
     assert [resident(path), 0] == fits
+
+
+def test_banks_larger_than_the_device_can_address_are_split(tmp_path: Path) -> None:
+    path = build("qwen3moe", tmp_path / "wide.gguf", n_layer=4, n_expert=16, n_ff_exp=1024)
+
+    split, alone = apart(path, "90%", "40%", GGML_VK_FORCE_MAX_BUFFER_SIZE=str(3 << 20))
+    (refused,) = apart(path, "40%", GGML_VK_FORCE_MAX_BUFFER_SIZE=str(1 << 20))
+
+    assert [[resident(path), 0]] * 2 == [split, alone]
+    assert [
+        "BudgetError",
+        "blk.0.ffn_gate_exps.weight: 16 experts take 1.1 MiB, one buffer of the device 1.0 MiB at most; "
+        "use --device cpu",
+    ] == refused
+
+
+def test_several_pools_give_the_logits_of_the_device_with_all_experts(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("qwen3moe")
+    model = ModelMap.read(path)
+    limit = 1 + max(matrix.nbytes for layer in model.layers for matrix in layer.matrices)
+    monkeypatch.setattr(devices, "most_buffer_bytes", lambda device: limit)
+
+    with Engine.open(path, options=options("80%")) as engine:
+        stats = answer(engine, LONG).stats
+
+        assert 1 < len(engine._opened.placed.pools)
+        assert resident(path, LONG) == stats.logits_sha256
+        assert stats.slots.hits < stats.slots.requests
+
+
+def test_the_device_says_how_much_it_can_address(tmp_path: Path) -> None:
+    device = devices.choose("vulkan")
+
+    assert device is not None
+    assert 128 << 20 == devices.most_buffer_bytes(device)  # Mesa's maxStorageBufferRange
 
 
 def test_a_driver_that_does_not_start_is_an_error_by_name_and_ignored_by_auto() -> None:

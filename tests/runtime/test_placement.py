@@ -20,6 +20,7 @@ from speculoe_local.runtime.placement import (
     format_bytes,
     parse_budget,
     plan,
+    two_layers,
 )
 
 MIB = 1 << 20
@@ -269,6 +270,96 @@ def test_a_dense_model_needs_nothing() -> None:
     assert "dense: the model has no routed experts" == describe(placement)
 
 
+@st.composite
+def limits(draw: st.DrawFn, model: ModelMap) -> int:
+    """Limits of one buffer that the model can live with, most of them too small for one pool."""
+    least = max(
+        matrix.bytes_per_expert * max(layer.n_expert, 2 * layer.n_expert_used + 1)
+        for layer in model.layers
+        for matrix in layer.matrices
+    )
+    return draw(st.integers(least, max(least + 1, model.routed_bytes // 4)))
+
+
+@many
+@given(st.data(), models(), shares)
+def test_no_bank_is_larger_than_one_buffer_and_no_slot_is_lost_by_it(
+    data: st.DataObject, model: ModelMap, share: Fraction
+) -> None:
+    budget, limit = nbytes(budget_between(model, share)), data.draw(limits(model))
+    whole, split = plan(model, budget), plan(model, budget, most_buffer_bytes=limit)
+    assume(whole.kind == "slotted")
+
+    assert split.used_bytes <= split.budget_bytes
+    assert sorted(i for pool in split.pools for i in pool.layers) == [
+        layer.index for layer in model.layers
+    ]
+    most: dict[object, int] = {}  # slots of each kind that any pools within the limit could have
+    for pool in split.pools:
+        layers = [model.layer(index) for index in pool.layers]
+        largest = max(matrix.bytes_per_expert for matrix in layers[0].matrices)
+        kind = (layers[0].n_expert, layers[0].shape_class)
+        assert {kind} == {(layer.n_expert, layer.shape_class) for layer in layers}
+        assert (pool.slots + 1) * largest <= limit
+        assert max(layer.n_expert_used for layer in layers) <= pool.slots
+        assert pool.slots <= sum(layer.n_expert for layer in layers)
+        most[kind] = most.get(kind, 0) + len(layers) * min(layers[0].n_expert, limit // largest - 1)
+    for pool in whole.pools:
+        layer = model.layer(pool.layers[0])
+        kind = (layer.n_expert, layer.shape_class)
+        found = sum(p.slots for p in split.pools if set(p.layers) <= set(pool.layers))
+        assert found >= min(pool.slots, most[kind])
+
+
+@many
+@given(st.data(), models(), shares, shares)
+def test_more_budget_never_means_fewer_slots_within_a_limit_either(
+    data: st.DataObject, model: ModelMap, first: Fraction, second: Fraction
+) -> None:
+    low, high = sorted(budget_between(model, share) for share in (first, second))
+    limit = data.draw(limits(model))
+
+    fewer, more = (plan(model, nbytes(n), most_buffer_bytes=limit) for n in (low, high))
+
+    assert fewer.residency <= more.residency
+
+
+def test_layers_take_turns_in_as_few_pools_as_the_limit_allows() -> None:
+    model = model_of(*(moe_layer(index, 8, 2) for index in range(7)))
+    budget = nbytes(8 * 1024 + 20 * 2 * 1024)
+
+    def pools(limit: int | None) -> tuple[Pool, ...]:
+        return plan(model, budget, most_buffer_bytes=limit).pools
+
+    whole = (Pool((0, 1, 2, 3, 4, 5, 6), 20, 2048),)
+    assert whole == pools(None) == pools(21 * 1024)
+    assert (Pool((0, 2, 4, 6), 11, 2048), Pool((1, 3, 5), 9, 2048)) == pools(21 * 1024 - 1)
+    thirds = (Pool((0, 3, 6), 8, 2048), Pool((1, 4), 6, 2048), Pool((2, 5), 6, 2048))
+    assert thirds == pools(9 * 1024)
+
+
+def test_experts_too_large_for_one_buffer_are_refused_by_name() -> None:
+    model = model_of(moe_layer(3, 8, 2, rows=4))
+
+    with pytest.raises(
+        BudgetError,
+        match=r"blk\.3\.ffn_up_exps\.weight: 8 experts take 32\.0 KiB, one buffer of the device 31\.0 KiB "
+        r"at most; use --device cpu",
+    ):
+        plan(model, parse_budget("90%"), most_buffer_bytes=31 * 1024)
+    with pytest.raises(
+        BudgetError, match=r"9 experts take 36\.0 KiB"
+    ):  # one token's, and the spare
+        plan(
+            model_of(moe_layer(3, 8, 8, rows=4), moe_layer(4, 8, 8, rows=4)),
+            parse_budget("90%"),
+            most_buffer_bytes=35 * 1024,
+        )
+    with pytest.raises(BudgetError, match=r"17 experts take 68\.0 KiB"):
+        two_layers(model, most_buffer_bytes=67 * 1024)
+    assert "resident" == plan(model, parse_budget("100%"), most_buffer_bytes=1).kind
+
+
 AUTO = parse_budget("auto")
 LARGE = model_of(*(moe_layer(index, 64, 4, rows=16) for index in range(8)), other_bytes=10 * MIB)
 
@@ -290,6 +381,21 @@ def test_auto_leaves_room_for_the_other_weights_the_reserve_and_the_spare_slots(
     assert "slotted" == placement.kind
     assert LARGE.layers[0].expert_bytes == placement.spare_bytes
     assert 20 * MIB - 10 * MIB - 3 * MIB - placement.spare_bytes == placement.budget_bytes
+
+
+def test_auto_leaves_room_for_the_spare_slot_of_each_pool() -> None:
+    one = auto(20 * MIB)
+    several = plan(
+        LARGE,
+        AUTO,
+        available_bytes=20 * MIB,
+        reserve_bytes=3 * MIB,
+        most_buffer_bytes=64 * 16 * 1024,
+    )
+
+    assert 1 == len(one.pools) < len(several.pools)
+    assert several.used_bytes + several.spare_bytes <= 7 * MIB
+    assert one.slots - len(several.pools) <= several.slots < one.slots
 
 
 def test_auto_is_refused_when_too_little_is_left_or_known() -> None:
