@@ -80,13 +80,18 @@ def placement_of(model: CachedModel) -> dict[str, Any]:
     from speculoe_local.runtime import machine, placement
     from speculoe_local.runtime.errors import BudgetError, ModelError
     from speculoe_local.runtime.modelmap import ModelMap
+    from speculoe_local.runtime.needs import HOST_RESERVE_BYTES, needs_of
+    from speculoe_local.runtime.options import EngineOptions
 
     host = machine.look()
     try:
+        read, default = ModelMap.read(model.path), EngineOptions()
+        needs = needs_of(read, default.ctx, default.ubatch)
+        room = needs.room(host.available_bytes, HOST_RESERVE_BYTES, on_device=False)
         found = placement.plan(
-            ModelMap.read(model.path),
+            read,
             placement.parse_budget("auto"),
-            available_bytes=host.available_bytes,
+            available_bytes=read.other_bytes + max(0, room),
         )
     except (BudgetError, ModelError) as error:
         return {"runs": False, "available_bytes": host.available_bytes, "text": str(error)}

@@ -15,7 +15,10 @@ from speculoe_local.runtime.errors import OptionError
 from speculoe_local.runtime.header import Array, TensorInfo
 from speculoe_local.runtime.modelmap import ModelMap
 
-__all__ = ["Needs", "Traffic", "needs_of", "traffic_of"]
+__all__ = ["HOST_RESERVE_BYTES", "Needs", "Traffic", "device_reserve", "needs_of", "traffic_of"]
+
+HOST_RESERVE_BYTES = 512 << 20  # the program itself
+DEVICE_RESERVE_BYTES = 1 << 30  # at least; drivers keep some, and so do others on the device
 
 _F16, _F32 = 2, 4
 _CTX_STEP = 256  # llama.cpp rounds a context up to this
@@ -48,6 +51,11 @@ class Needs:
         """All weights but the routed experts, once: what main memory holds without a device."""
         return self.beside_bytes + (0 if self.tied else self.embedding_bytes)
 
+    def room(self, free_bytes: int, reserve_bytes: int, *, on_device: bool) -> int:
+        """What of a tier's free memory experts may take; below 0: what is missing even without any."""
+        weights = self.beside_bytes if on_device else self.weights_bytes
+        return free_bytes - reserve_bytes - weights - self.context_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -61,8 +69,16 @@ class Traffic:
     copies: int
 
 
-def needs_of(model: ModelMap, ctx: int, ubatch: int = 512) -> Needs:
-    """Memory for a context of `ctx` tokens and prompts in batches of `ubatch`.
+def device_reserve(total_bytes: int) -> int:
+    """What stays free on a device: drivers spill silently into main memory when theirs is nearly full."""
+    return max(DEVICE_RESERVE_BYTES, total_bytes // 10)
+
+
+def needs_of(
+    model: ModelMap, ctx: int, ubatch: int = 512, *, sequences: int = 1, shared: bool = False
+) -> Needs:
+    """Memory for a context of `ctx` tokens, or one for each of `sequences` that do not share it, and prompts in
+    batches of `ubatch`.
 
     Raises OptionError for sizes that are no sizes.
     """
@@ -74,18 +90,18 @@ def needs_of(model: ModelMap, ctx: int, ubatch: int = 512) -> Needs:
     notes: list[str] = []
     cells = state = 0
     recurrent = latent = unknown = 0
-    shared = _number(model, "attention.shared_kv_layers") or 0
+    borrowing = _number(model, "attention.shared_kv_layers") or 0
     for index in range(model.n_layer):
         parts = layers.get(index, {})
         if _is_recurrent(parts):
             recurrent += 1
             state += _state_bytes(model)
-        elif index < model.n_layer - shared:
+        elif index < model.n_layer - borrowing:
             found = _cell(model, parts, index)
             latent += "attn_kv_a_mqa.weight" in parts
             unknown += found is None
             cells += found or 0
-    kv_bytes = padded * cells * _F16
+    kv_bytes = padded * cells * _F16 * (1 if shared else sequences)
     window = _number(model, "attention.sliding_window")
     if window:
         notes.append(
@@ -104,7 +120,7 @@ def needs_of(model: ModelMap, ctx: int, ubatch: int = 512) -> Needs:
         embedding_bytes=embedding,
         tied=tied,
         kv_bytes=kv_bytes,
-        state_bytes=state,
+        state_bytes=state * sequences,
         compute_bytes=_compute_bytes(model, padded, ubatch, 2 if window else 1),
         ctx=padded,
         notes=tuple(notes),

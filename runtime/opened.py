@@ -20,6 +20,7 @@ from speculoe_local.runtime.errors import ModelError, OptionError
 from speculoe_local.runtime.expertfile import ExpertFile, expert_file_path
 from speculoe_local.runtime.llama import Context, Model, Shape
 from speculoe_local.runtime.modelmap import ModelMap
+from speculoe_local.runtime.needs import HOST_RESERVE_BYTES, Needs, device_reserve, needs_of
 from speculoe_local.runtime.options import EngineOptions, parse_link, parse_peers
 from speculoe_local.runtime.orchestrator import NativeLoop, Orchestrator
 from speculoe_local.runtime.placement import Placement
@@ -27,7 +28,7 @@ from speculoe_local.runtime.predict import Predictor, QuasiHidden, default_name,
 from speculoe_local.runtime.sidecar import Quality, Sidecar, sidecar_path
 from speculoe_local.runtime.slots import ExpertSlots
 from speculoe_local.runtime.speculate import Speculation, quality_of
-from speculoe_local.runtime.spread import Spread, device_reserve, spread
+from speculoe_local.runtime.spread import Spread, spread
 from speculoe_local.runtime.stats import Tier
 
 __all__ = ["Opened", "open_model"]
@@ -106,7 +107,12 @@ def open_model(
     if options.buffers == "two-layer":
         placed = placement.two_layers(found, most_buffer_bytes=most)
     else:
-        placed = placement.plan(found, budget, most_buffer_bytes=most, **_room(device, host))
+        free = None
+        if budget.is_auto:
+            ubatch = _ubatch(options, device)
+            needs = needs_of(found, options.ctx, ubatch, sequences=n_sequences, shared=shared)
+            free = found.other_bytes + _room(needs, device, host)
+        placed = placement.plan(found, budget, available_bytes=free, most_buffer_bytes=most)
     if parts is not None:
         placed = _away(placed, whole, found, parts)
     slotted = placed.kind == "slotted"
@@ -203,11 +209,12 @@ def _ubatch(options: EngineOptions, device: Device | None) -> int:
     return most
 
 
-def _room(device: Device | None, host: machine.Machine) -> dict[str, int]:
-    """Free fast memory, and what of it is not for experts. Drivers spill silently when nearly full."""
+def _room(needs: Needs, device: Device | None, host: machine.Machine) -> int:
+    """What experts may take of the memory that they are to be fast in, as `plan` counts it; 0 or more."""
     if device is None:
-        return {"available_bytes": host.available_bytes}
-    return {"available_bytes": device.free_bytes, "reserve_bytes": device_reserve(device)}
+        return max(0, needs.room(host.available_bytes, HOST_RESERVE_BYTES, on_device=False))
+    reserve = device_reserve(device.total_bytes)
+    return max(0, needs.room(device.free_bytes, reserve, on_device=True))
 
 
 def _spread(

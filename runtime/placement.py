@@ -37,7 +37,6 @@ __all__ = [
     "two_layers",
 ]
 
-DEFAULT_RESERVE_BYTES = 512 << 20  # context, compute buffers and the program itself, for `auto`
 _ROOMY = 8  # a second staging buffer comes when two take at most this part of the budget
 _UNITS = {unit: 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))}
 _UNITS |= {unit: 1024**power for power, unit in enumerate(("ki", "mi", "gi", "ti"), start=1)}
@@ -128,7 +127,7 @@ def plan(
     budget: Budget,
     *,
     available_bytes: int | None = None,
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES,
+    reserve_bytes: int = 0,
     most_buffer_bytes: int | None = None,
 ) -> Placement:
     """Spend `budget` on slots for the experts of `model`.

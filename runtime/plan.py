@@ -30,13 +30,17 @@ from speculoe_local.runtime.modes import (
     modes_of,
     overlap,
 )
-from speculoe_local.runtime.needs import Needs, Traffic, needs_of, traffic_of
+from speculoe_local.runtime.needs import (
+    HOST_RESERVE_BYTES,
+    Needs,
+    Traffic,
+    device_reserve,
+    needs_of,
+    traffic_of,
+)
 from speculoe_local.runtime.placement import Placement, format_bytes
 
 __all__ = ["Card", "Host", "Mode", "ModeName", "Plan", "Rate", "device_reserve", "make_plan"]
-
-HOST_RESERVE_BYTES = placement.DEFAULT_RESERVE_BYTES  # the program itself
-DEVICE_RESERVE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +99,6 @@ class Plan:
         }
 
 
-def device_reserve(total_bytes: int) -> int:
-    """What stays free on a device: drivers spill silently into main memory when theirs is nearly full."""
-    return max(DEVICE_RESERVE_BYTES, total_bytes // 10)
-
-
 def make_plan(
     model: ModelMap,
     host: Host,
@@ -111,12 +110,12 @@ def make_plan(
     """Plan `model` on `host` with a context of `ctx` tokens. Raises OptionError for a size that is none."""
     needs = needs_of(model, ctx, ubatch)
     card = host.card
-    memory_room = host.ram_bytes - HOST_RESERVE_BYTES - needs.weights_bytes - needs.context_bytes
+    memory_room = needs.room(host.ram_bytes, HOST_RESERVE_BYTES, on_device=False)
     if card is None:
         reserve, room = HOST_RESERVE_BYTES, memory_room
     else:
         reserve = device_reserve(card.total_bytes)
-        room = card.free_bytes - reserve - needs.beside_bytes - needs.context_bytes
+        room = needs.room(card.free_bytes, reserve, on_device=True)
     placed = _place(model, room)
     work = Work(
         host=host,

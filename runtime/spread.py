@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from speculoe_local.runtime.devices import Device
 from speculoe_local.runtime.errors import BudgetError, OptionError
 from speculoe_local.runtime.modelmap import ModelMap
+from speculoe_local.runtime.needs import device_reserve
 from speculoe_local.runtime.placement import format_bytes
 
-__all__ = ["Member", "Spread", "deal", "device_reserve", "split_evenly", "spread"]
+__all__ = ["Member", "Spread", "deal", "split_evenly", "spread"]
 
-_RESERVE_BYTES = 1 << 30  # KV, compute buffers, and what others on the device may take
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 
 
@@ -51,15 +51,16 @@ class Spread:
     def of(self, model: ModelMap) -> ModelMap:
         """What of `model` is on this machine."""
         here = set(self.local)
-        away = sum(
-            tensor.nbytes
+        away = {
+            name: tensor.nbytes
             for name, tensor in model.tensors.items()
             if (match := _BLOCK.match(name)) and int(match[1]) not in here
-        )
+        }
         return replace(
             model,
+            tensors={n: tensor for n, tensor in model.tensors.items() if n not in away},
             layers=tuple(layer for layer in model.layers if layer.index in here),
-            total_bytes=model.total_bytes - away,
+            total_bytes=model.total_bytes - sum(away.values()),
         )
 
     def describe(self) -> str:
@@ -141,7 +142,9 @@ def deal(sizes: Sequence[int], local_free: int, members: Sequence[Member]) -> li
             counts.append(member.layers)
             continue
         free = sum(d.free_bytes for d in member.devices)
-        room = sum(max(0, d.free_bytes - device_reserve(d)) // largest for d in member.devices)
+        room = sum(
+            max(0, d.free_bytes - device_reserve(d.total_bytes)) // largest for d in member.devices
+        )
         if room == 0:
             raise BudgetError(
                 f"{member.endpoint} has {format_bytes(free)} free, a layer takes {format_bytes(largest)} "
@@ -163,11 +166,6 @@ def split_evenly(count: int, weights: Sequence[int]) -> list[int]:
     for i in by_remainder[: count - sum(parts)]:
         parts[i] += 1
     return parts
-
-
-def device_reserve(device: Device) -> int:
-    """What of a device's memory is not for weights. Drivers spill silently when nearly full."""
-    return max(_RESERVE_BYTES, device.total_bytes // 10)
 
 
 def _layers(first: int, last: int) -> str:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from speculoe_local.runtime import Engine, EngineOptions, Sampling, devices, doc
 from speculoe_local.runtime.engine import Step
 from speculoe_local.runtime.errors import OptionError
 from speculoe_local.runtime.modelmap import ModelMap
+from speculoe_local.runtime.needs import needs_of
 from speculoe_local.runtime.opened import open_model
+from speculoe_local.runtime.plan import Card, Host, Rate, make_plan
 from speculoe_local.runtime.trace import record
 from tests.models.fixtures import TinyModel
 from tests.models.tiny import build
@@ -33,6 +36,7 @@ from tests.runtime.reference import Logits
 
 # Mesa 22.3's software driver crashes while it compiles what qwen35moe needs.
 FAMILIES = ("qwen3moe", "gpt-oss", "bailingmoe", "deepseek2", "deepseek2-fused", "gemma4", "llama4")
+GIB = 1 << 30
 ROWS = 4
 PROMPT = tuple(range(20, 20 + 3 * ROWS))
 LONG = tuple(range(20, 20 + 8 * ROWS))
@@ -294,6 +298,28 @@ def test_a_trace_shows_uploads_for_a_layer_while_the_one_before_computes(
         and upload.end_us <= span.end_us
     ]
     assert ahead
+
+
+@pytest.mark.parametrize("part", [0.3, 0.9])
+def test_auto_takes_of_the_device_what_plan_says_it_will(
+    part: float, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("qwen3moe")
+    model, found = ModelMap.read(path), devices.choose("vulkan")
+    assert found is not None
+    needs = needs_of(model, 512, ROWS)
+    free = GIB + needs.beside_bytes + needs.context_bytes + int(part * model.routed_bytes)
+    small = replace(found, free_bytes=free, total_bytes=2 * GIB)
+    monkeypatch.setattr(devices, "choose", lambda asked: small)
+    rate = Rate(1e9, "")
+    host = Host(8 * GIB, rate, rate, Card("small", 2 * GIB, free, rate, rate))
+
+    with Engine.open(path, options=options("auto", ctx=512)) as engine:
+        planned = make_plan(model, host, ctx=512, ubatch=ROWS).placed
+
+        assert planned == engine._opened.placed
+        assert "slotted" == engine._opened.placed.kind
+        assert answer(engine).stats.slots.hits
 
 
 # What a driver is told before it starts needs a process of its own.

@@ -48,6 +48,29 @@ def test_kv_and_state_are_what_llama_cpp_allocates(family, tiny_model, opened):
     assert 0.8 * said.compute <= needs.compute_bytes / _MIB <= 1.6 * said.compute
 
 
+def test_each_sequence_has_a_context_unless_they_share_it(tiny_model):
+    model = ModelMap.read(tiny_model("qwen35moe"))
+    one = needs_of(model, 2000)
+    three = needs_of(model, 2000, sequences=3)
+    shared = needs_of(model, 2000, sequences=3, shared=True)
+
+    assert 0 < one.kv_bytes == shared.kv_bytes
+    assert 0 < one.state_bytes
+    assert (3 * one.kv_bytes, 3 * one.state_bytes) == (three.kv_bytes, three.state_bytes)
+    assert 3 * one.state_bytes == shared.state_bytes  # a recurrent state is never shared
+    assert one.compute_bytes == three.compute_bytes
+
+
+def test_experts_may_take_what_weights_context_and_reserve_leave(tiny_model):
+    needs = needs_of(ModelMap.read(tiny_model("qwen3moe")), 512)
+    taken = needs.beside_bytes + needs.context_bytes
+
+    assert 5 * _MIB == needs.room(7 * _MIB + taken, 2 * _MIB, on_device=True)
+    beside = 5 * _MIB - needs.embedding_bytes
+    assert beside == needs.room(7 * _MIB + taken, 2 * _MIB, on_device=False)
+    assert needs.room(0, 0, on_device=True) < 0
+
+
 def test_weights_are_counted_once_and_a_shared_output_twice_on_a_device(tiny_model):
     own = ModelMap.read(tiny_model("qwen3moe"))
     needs = needs_of(own, 512)

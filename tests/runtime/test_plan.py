@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+from speculoe_local.runtime import machine
 from speculoe_local.runtime.hits import DEFAULT
 from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.modes import Card, Host, Rate
+from speculoe_local.runtime.needs import HOST_RESERVE_BYTES, needs_of
+from speculoe_local.runtime.opened import open_model
+from speculoe_local.runtime.options import EngineOptions
 from speculoe_local.runtime.plan import device_reserve, make_plan
 from tests.models.published import SHAPES, tables, write
 
@@ -223,3 +228,23 @@ def test_the_tables_in_the_document_are_what_its_command_prints(repository, tmp_
     _, _, shown = document.partition("<!-- tables -->\n")
 
     assert tables(tmp_path) == shown
+
+
+@pytest.mark.parametrize(("n", "shared"), [(1, False), (3, False), (3, True)])
+def test_auto_takes_of_main_memory_what_plan_says_it_will(n, shared, tiny_model, monkeypatch):
+    path = tiny_model("qwen3moe")
+    model = ModelMap.read(path)
+    needs = needs_of(model, 512, 64, sequences=n, shared=shared)
+    kept = HOST_RESERVE_BYTES + needs.weights_bytes + needs.context_bytes
+    free = kept + model.routed_bytes // 2
+    monkeypatch.setattr(machine, "look", lambda: machine.Machine(1, free, free, None))
+    chosen = EngineOptions(ctx=512, ubatch=64, batch=64, device="cpu")
+
+    with closing(open_model(path, options=chosen, n_sequences=n, shared=shared)) as opened:
+        placed = opened.placed
+
+    assert "slotted" == placed.kind
+    assert placed.used_bytes + placed.spare_bytes <= model.routed_bytes // 2
+    if n == 1:
+        host = Host(free, Rate(1e9, ""), Rate(1e9, ""))
+        assert placed == make_plan(model, host, ctx=512, ubatch=64).placed
