@@ -312,7 +312,7 @@ class Engine:
             self._context.clear()
             self._past.clear()
         reason = self._slots.reset() if self._slots is not None else ""
-        if reason:
+        if reason and not self._context.fault:
             raise SourceError(reason)
         if status == _ABORTED and self._interrupted.is_set():
             return False

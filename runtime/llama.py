@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speculoe_local.runtime import rpc
+from speculoe_local.runtime import native, rpc
 from speculoe_local.runtime.devices import Device
 from speculoe_local.runtime.errors import BackendError, ModelError
 from speculoe_local.runtime.lib import llama, llama_library, log
@@ -30,6 +30,7 @@ _EXPERT_TENSORS = r"blk\.(?:{layers})\.ffn_(up|gate|down|gate_up)_exps\.weight"
 # A tied embedding is the output too.
 _OUTPUT_TENSORS = rb"^(output|output_norm|token_embd)\."
 _ALL_LAYERS = 1 << 20
+_DONE, _NO_ROOM = 0, 1  # llama_decode's status
 _FAILED = -3  # llama_decode's status when a graph failed
 _LOAD_WHOLE = 0  # LLAMA_LOAD_MODE_NONE: read into memory of our own, safe from a file that shrinks
 
@@ -93,6 +94,7 @@ class Model:
             params.n_gpu_layers = spread.n_offloaded
             params.split_mode = llama.LLAMA_SPLIT_MODE_LAYER
         self.endpoints = spread.endpoints if spread is not None else ()
+        self.device = device.name if device is not None else None
         params.use_extra_bufts = repack
         params.progress_callback = callback
         if lazy_experts:
@@ -106,7 +108,12 @@ class Model:
                 llama.llama_model_free(self._handle)
             raise raised[0]
         if not self._handle:
-            raise _left(self.endpoints) or ModelError(f"{path} cannot be loaded: {log.last()}")
+            said = log.last()
+            raise (
+                _left(self.endpoints)
+                or _lost(self.device)
+                or ModelError(f"{path} cannot be loaded: {said}")
+            )
         self.vocab = Vocabulary(self._handle)
         self.n_ctx_train: int = llama.llama_model_n_ctx_train(self._handle)
 
@@ -175,8 +182,11 @@ class Context:
         log.clear()
         self._handle = llama.llama_init_from_model(model.handle, params)
         if not self._handle:
-            raise _left(model.endpoints) or BackendError(
-                f"no context of {shape.n_ctx} tokens: {log.last()}; use a smaller --ctx"
+            said = log.last()
+            raise (
+                _left(model.endpoints)
+                or _lost(model.device)
+                or BackendError(f"no context of {shape.n_ctx} tokens: {said}; use a smaller --ctx")
             )
         self.n_ctx: int = llama.llama_n_ctx_seq(self._handle)
         self.n_batch: int = llama.llama_n_batch(self._handle)
@@ -184,6 +194,7 @@ class Context:
         self.n_vocab = model.vocab.size
         self.n_embd: int = llama.llama_model_n_embd_out(model.handle)
         self._endpoints = model.endpoints
+        self._device = model.device
         self.fault = ""  # why no batch will run any more
         self._memory = llama.llama_get_memory(self._handle)
         self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
@@ -209,16 +220,20 @@ class Context:
         return self._run_batch()
 
     def _run_batch(self) -> int:
-        """llama_decode's status; where another machine is gone, a failure, and `fault` says which."""
+        """llama_decode's status; where a device or another machine is gone, a failure, and `fault` says which."""
+        if self.fault and self._device is not None:
+            return _FAILED
         status: int = llama.llama_decode(self._handle, self._batch)
-        if not self._endpoints:
+        if not self._endpoints and self._device is None:
             return status
-        llama.llama_synchronize(self._handle)  # what was sent has come back, or never will
-        gone = rpc.lost(self._endpoints)
-        if not gone:
-            return status
-        self.fault = str(_gone(gone))
-        return status or _FAILED
+        # What was sent has come back, or never will.
+        settled = native.functions.spo_synchronize(self._handle) == native.Status.OK
+        if gone := rpc.lost(self._endpoints) if self._endpoints else None:
+            self.fault = str(_gone(gone))
+            return status or _FAILED
+        if not settled or status not in (_DONE, _NO_ROOM):
+            self.fault = str(_lost(self._device) or "")
+        return status if settled else status or _FAILED
 
     def decode_many(self, rows: Sequence[tuple[int, int, int]]) -> int:
         """Run one token of several sequences: (token, position, sequence) each, all with logits."""
@@ -286,10 +301,21 @@ class Context:
         llama.llama_memory_clear(self._memory, False)
 
     def close(self) -> None:
+        """Free it. One on a lost device stays where it is: to free it would end the process."""
         handle, self._handle = self._handle, None
-        if handle:
+        if handle and native.functions.spo_synchronize(handle) == native.Status.OK:
             llama.llama_batch_free(self._batch)
             llama.llama_free(handle)
+
+
+def _lost(device: str | None) -> BackendError | None:
+    """Why nothing runs on it any more, if so. A driver gives a lost device back to new processes only."""
+    if device is None or not native.functions.spo_device_is_lost(device.encode()):
+        return None
+    return BackendError(
+        f"device {device} was lost (its driver gave up or was restarted); start the program again, "
+        "or use --device cpu"
+    )
 
 
 def _left(endpoints: Sequence[str]) -> BackendError | None:

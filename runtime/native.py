@@ -39,6 +39,7 @@ class Status:
     INVALID = -1
     MEMORY = -2
     SOURCE = -3
+    DEVICE = -4
 
 
 class Matrix(ctypes.Structure):
@@ -221,6 +222,8 @@ _PROTOTYPES = {
     "spo_engine_free": (None, [c_void_p]),
     "spo_engine_attach": (c_int32, [c_void_p, c_void_p]),
     "spo_engine_detach": (None, [c_void_p, c_void_p]),
+    "spo_synchronize": (c_int32, [c_void_p]),
+    "spo_device_is_lost": (c_int32, [ctypes.c_char_p]),
     "spo_engine_interrupt": (None, [c_void_p]),
     "spo_engine_reset": (c_char_p, [c_void_p]),
     "spo_engine_prefetch": (c_int32, [c_void_p, c_int32, c_void_p, c_int32]),

@@ -32,7 +32,8 @@ for _driver in sorted(Path("/usr/share/vulkan/icd.d").glob("lvp_icd.*json")):
 
 # A build for the CPU has no device to test; one that was asked to have one and lacks it must fail.
 _WITHOUT_DEVICE = "vulkan" not in (*devices.built(), *os.environ.get("BACKEND", "").split(","))
-collect_ignore = ["runtime/test_device.py"] if _WITHOUT_DEVICE else []
+_ON_DEVICE = ["runtime/test_device.py", "runtime/test_lost_device.py"]
+collect_ignore = _ON_DEVICE if _WITHOUT_DEVICE else []
 
 
 @pytest.fixture(scope="session")
@@ -44,5 +45,5 @@ def repository() -> Path:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if _WITHOUT_DEVICE:
         terminalreporter.write_line(
-            "left out: tests/runtime/test_device.py; this build is for the CPU alone (make test BACKEND=vulkan)"
+            f"left out: {', '.join(_ON_DEVICE)}; this build is for the CPU alone (make test BACKEND=vulkan)"
         )

@@ -1,5 +1,6 @@
 // The C boundary: the only place where exceptions stop.
 
+#include "device.h"
 #include "engine.h"
 #include "gate.h"
 #include "hook.h"
@@ -74,6 +75,23 @@ spo_status spo_engine_attach(spo_engine * engine, llama_context * ctx) {
 void spo_engine_detach(spo_engine *, llama_context * ctx) {
     llama_set_moe_hooks(ctx, nullptr, nullptr);
     llama_set_abort_callback(ctx, nullptr, nullptr);
+}
+
+spo_status spo_synchronize(llama_context * ctx) {
+    try {
+        llama_synchronize(ctx);
+        return SPO_OK;
+    } catch (const std::exception &) { // backends throw through llama.cpp
+        return SPO_ERR_DEVICE;
+    }
+}
+
+int32_t spo_device_is_lost(const char * device) {
+    try {
+        return int32_t(spo::device::is_lost(device));
+    } catch (const std::exception &) {
+        return 1;
+    }
 }
 
 void spo_engine_interrupt(spo_engine * engine) { engine->engine.interrupt(); }

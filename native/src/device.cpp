@@ -6,6 +6,20 @@
 
 namespace spo {
 
+namespace {
+
+// Whether all that was sent through a backend has come to an end; false: it throws.
+bool settles(ggml_backend_t backend) {
+    try {
+        ggml_backend_synchronize(backend);
+        return true;
+    } catch (const std::exception &) {
+        return false;
+    }
+}
+
+} // namespace
+
 device::device(const char * name, int n_lanes, size_t lane_bytes) :
     dev_(ggml_backend_dev_by_name(name)), lane_bytes_(lane_bytes), lanes_(size_t(n_lanes)) {
     if (!dev_) {
@@ -39,7 +53,35 @@ device::device(const char * name, int n_lanes, size_t lane_bytes) :
 
 device::~device() {
     for (lane & l : lanes_) {
-        ggml_backend_synchronize(l.backend.get());
+        if (!settles(l.backend.get())) {
+            l.backend.release(); // of a lost device: its destructor would throw
+        }
+    }
+}
+
+bool device::is_lost(const char * name) {
+    const ggml_backend_dev_t dev = ggml_backend_dev_by_name(name);
+    if (!dev) {
+        return true;
+    }
+    backend_ptr backend(ggml_backend_dev_init(dev, nullptr));
+    try {
+        const ggml_init_params params = { 2 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
+        const context_ptr      context(ggml_init(params));
+        ggml_tensor *          in    = ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, 64);
+        ggml_tensor *          out   = ggml_scale(context.get(), in, 0.5f);
+        ggml_cgraph *          graph = ggml_new_graph(context.get());
+        ggml_build_forward_expand(graph, out);
+        const buffer_ptr memory(backend ? ggml_backend_alloc_ctx_tensors(context.get(), backend.get()) : nullptr);
+        if (!memory) {
+            return false; // short of memory is not lost
+        }
+        return ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS;
+    } catch (const std::exception &) {
+        if (!settles(backend.get())) {
+            backend.release();
+        }
+        return true;
     }
 }
 

@@ -31,6 +31,9 @@ public:
     bool                       pinned() const { return pinned_; } // lanes stage in pinned memory
     bool                       async() const { return async_; }   // copies of a lane run beside graphs
 
+    // Whether the device that ggml registers so fails at a small copy and a small graph.
+    static bool is_lost(const char * name);
+
     using reader = std::function<void(size_t at, size_t n, void * to)>;
     // Fills bytes [0, size) of `to` with what `read` brings, through a lane, and returns once they are in
     // device memory. Any thread. What `read` throws leaves.

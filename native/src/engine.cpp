@@ -429,8 +429,7 @@ bool engine::fill(const target * targets, int n, const matrix & m, int file, uin
             }
         }
     } catch (const std::exception & e) {
-        fail("layer " + std::to_string(layers_[m.layer].block) + ", expert " + std::to_string(expert) + ": " +
-             e.what());
+        fail_upload(m, expert, e);
         return false;
     }
     link_.pass(begin, bytes);
@@ -485,6 +484,10 @@ void engine::wait(lock & held, uint64_t & stall_ns, const std::function<bool()> 
         }
     }
     stall_ns += now_ns() - begin;
+}
+
+void engine::fail_upload(const matrix & m, int expert, const std::exception & e) {
+    fail("layer " + std::to_string(layers_[m.layer].block) + ", expert " + std::to_string(expert) + ": " + e.what());
 }
 
 // --- callers

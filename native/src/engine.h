@@ -181,6 +181,8 @@ private:
     void  drop_adoption();                                        // under the lock
     void  adopt(const moe_layer & layer, const id_view & ids);    // under the lock
     void  copy_adopted(const matrix & m, lock & held);
+    bool  copy(bank & to, int i, const bank & from, int j, const matrix & m, int expert); // false: failed
+    void  fail_upload(const matrix & m, int expert, const std::exception & e);
     // Under the lock; the slot or -1. Urgent: before all predictions.
     int  start_upload(int layer, int expert, bool predicted, bool urgent);
     void enqueue(int layer, int expert, int slot, bool urgent); // under the lock

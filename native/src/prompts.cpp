@@ -63,7 +63,7 @@ void engine::copy_adopted(const matrix & m, lock & held) {
     slot_pool & pool = pools_[layers_[m.layer].pool];
     held.unlock(); // nobody else touches slots that are loading without a transfer
     for (const pinned & a : adopted_) {
-        pool.banks[m.position].copy(a.slot, staging_->bank_of(m.index), a.expert);
+        copy(pool.banks[m.position], a.slot, staging_->bank_of(m.index), a.expert, m, a.expert);
     }
     held.lock();
     if (m.position + 1 == layers_[m.layer].n_matrices) {
@@ -138,12 +138,23 @@ void engine::stage_read(const matrix & m, int expert, int count) {
 
 void engine::stage_copy(const matrix & m, int expert, int slot_index) {
     slot_pool & pool = pools_[layers_[m.layer].pool];
-    staging_->bank_of(m.index).copy(expert, pool.banks[m.position], slot_index);
+    const bool  done = copy(staging_->bank_of(m.index), expert, pool.banks[m.position], slot_index, m, expert);
     {
         lock held(mutex_);
         pool.table.unpin(slot_index);
     }
-    stage_landed(m, expert, 1, true);
+    stage_landed(m, expert, 1, done);
+}
+
+// A device that is lost throws, here on a thread that nobody catches anything on.
+bool engine::copy(bank & to, int i, const bank & from, int j, const matrix & m, int expert) {
+    try {
+        to.copy(i, from, j);
+        return true;
+    } catch (const std::exception & e) {
+        fail_upload(m, expert, e);
+        return false;
+    }
 }
 
 void engine::stage_landed(const matrix & m, int expert, int count, bool done) {

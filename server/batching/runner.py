@@ -178,7 +178,7 @@ class Runner:
             return
         error = (
             SourceError(reason)
-            if reason
+            if reason and not self.context.fault
             else BackendError(
                 self.context.fault
                 or f"llama_decode failed with status {status}; see the server's log"

@@ -37,6 +37,7 @@ typedef enum {
     SPO_ERR_INVALID = -1, /* the description contradicts itself */
     SPO_ERR_MEMORY  = -2, /* a bank or a staging buffer could not be allocated */
     SPO_ERR_SOURCE  = -3, /* opening or reading the file failed */
+    SPO_ERR_DEVICE  = -4, /* a device is lost */
 } spo_status;
 
 typedef enum {
@@ -164,6 +165,13 @@ SPO_API int32_t spo_tap_next(spo_engine * engine, float * residual, float * shar
                              int32_t * n_used, int32_t timeout_ms);
 
 SPO_API void spo_engine_get_stats(spo_engine * engine, spo_stats * out);
+
+/* Waits for what `ctx` has sent to its devices. SPO_ERR_DEVICE if one of them fails; then `ctx` must not be used
+ * any more, nor freed: its destructor would end the process. */
+SPO_API spo_status spo_synchronize(struct llama_context * ctx);
+
+/* 1 if a device, by ggml's name, does not compute any more. Does a little work on it to find out. */
+SPO_API int32_t spo_device_is_lost(const char * device);
 
 /* Invariants of every slot table; SPO_OK or SPO_ERR_INVALID with the line in spo_engine_reset. For tests and idle time.
  */
