@@ -113,7 +113,7 @@ Device = Annotated[
     str,
     typer.Option(
         metavar="DEV",
-        help="auto, cpu, cuda, vulkan or metal, with :N for the N-th.",
+        help="auto, cpu, cuda, vulkan or metal, with :N for the N-th; several (cuda:0,cuda:1) share the layers.",
     ),
 ]
 Rpc = Annotated[

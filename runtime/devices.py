@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from speculoe_local.runtime import lib
 from speculoe_local.runtime.errors import OptionError
-from speculoe_local.runtime.options import parse_device
+from speculoe_local.runtime.options import parse_devices
 
 __all__ = [
     "KINDS",
@@ -22,6 +22,7 @@ __all__ = [
     "available",
     "built",
     "choose",
+    "choose_all",
     "listed",
     "most_buffer_bytes",
     "registry",
@@ -119,7 +120,21 @@ def choose(asked: str) -> Device | None:
     `auto` takes the first real GPU of what is built, or the CPU; a software driver only by its name.
     Raises OptionError for a name that is not known, not built, or not there.
     """
-    kind, index = parse_device(asked)
+    if "," in asked:
+        raise OptionError(
+            f"--device {asked[:40]}: several devices share the layers of a model that runs; name one here"
+        )
+    return next(iter(choose_all(asked)), None)
+
+
+def choose_all(asked: str) -> tuple[Device, ...]:
+    """The devices that `--device` means, in its order, which is that of the layers; none is the CPU. Raises as
+    `choose`."""
+    chosen = (_choose(kind, index) for kind, index in parse_devices(asked))
+    return tuple(device for device in chosen if device is not None)
+
+
+def _choose(kind: str, index: int) -> Device | None:
     if kind == "cpu":
         return None
     if kind == "auto":
@@ -131,7 +146,7 @@ def choose(asked: str) -> Device | None:
     found = available(kind)
     if index >= len(found):
         there = ", ".join(f"{d.kind}:{d.index} {d.description}" for d in found) or "none"
-        raise OptionError(f"--device {asked}: no such device; there are: {there}")
+        raise OptionError(f"--device {kind}:{index}: no such device; there are: {there}")
     return found[index]
 
 

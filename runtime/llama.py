@@ -49,13 +49,14 @@ class Model:
         path: Path,
         *,
         lazy_experts: bool,
+        lazy_layers: Sequence[int] | None = None,
         repack: bool,
         device: Device | None = None,
         spread: Spread | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         """Weights go to `device`, lazy experts excepted; None: main memory. With `spread` to the devices
-        that it names, and only the experts of its local layers are lazy.
+        that it names. `lazy_layers`: whose experts are lazy, None: all layers'.
 
         Raises ModelError with llama.cpp's reason when it refuses the file.
 
@@ -71,7 +72,7 @@ class Model:
                 raised.append(error)
             return not raised
 
-        layers = "[0-9]+" if spread is None else "|".join(map(str, spread.local))
+        layers = "[0-9]+" if lazy_layers is None else "|".join(map(str, lazy_layers))
         patterns: list[tuple[bytes, int | None]] = []
         if lazy_experts:
             patterns.append((_EXPERT_TENSORS.format(layers=layers).encode(), None))
@@ -94,7 +95,8 @@ class Model:
             params.n_gpu_layers = spread.n_offloaded
             params.split_mode = llama.LLAMA_SPLIT_MODE_LAYER
         self.endpoints = spread.endpoints if spread is not None else ()
-        self.device = device.name if device is not None else None
+        local = (device,) if spread is None or spread.endpoints else spread.devices
+        self.devices = tuple(d.name for d in local if d is not None)
         params.use_extra_bufts = repack
         params.progress_callback = callback
         if lazy_experts:
@@ -111,7 +113,7 @@ class Model:
             said = log.last()
             raise (
                 _left(self.endpoints)
-                or _lost(self.device)
+                or _lost(self.devices)
                 or ModelError(f"{path} cannot be loaded: {said}")
             )
         self.vocab = Vocabulary(self._handle)
@@ -185,7 +187,7 @@ class Context:
             said = log.last()
             raise (
                 _left(model.endpoints)
-                or _lost(model.device)
+                or _lost(model.devices)
                 or BackendError(f"no context of {shape.n_ctx} tokens: {said}; use a smaller --ctx")
             )
         self.n_ctx: int = llama.llama_n_ctx_seq(self._handle)
@@ -194,7 +196,7 @@ class Context:
         self.n_vocab = model.vocab.size
         self.n_embd: int = llama.llama_model_n_embd_out(model.handle)
         self._endpoints = model.endpoints
-        self._device = model.device
+        self._devices = model.devices
         self.fault = ""  # why no batch will run any more
         self._memory = llama.llama_get_memory(self._handle)
         self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
@@ -221,10 +223,10 @@ class Context:
 
     def _run_batch(self) -> int:
         """llama_decode's status; where a device or another machine is gone, a failure, and `fault` says which."""
-        if self.fault and self._device is not None:
+        if self.fault and self._devices:
             return _FAILED
         status: int = llama.llama_decode(self._handle, self._batch)
-        if not self._endpoints and self._device is None:
+        if not self._endpoints and not self._devices:
             return status
         # What was sent has come back, or never will.
         settled = native.functions.spo_synchronize(self._handle) == native.Status.OK
@@ -232,7 +234,7 @@ class Context:
             self.fault = str(_gone(gone))
             return status or _FAILED
         if not settled or status not in (_DONE, _NO_ROOM):
-            self.fault = str(_lost(self._device) or "")
+            self.fault = str(_lost(self._devices) or "")
         return status if settled else status or _FAILED
 
     def decode_many(self, rows: Sequence[tuple[int, int, int]]) -> int:
@@ -308,9 +310,11 @@ class Context:
             llama.llama_free(handle)
 
 
-def _lost(device: str | None) -> BackendError | None:
-    """Why nothing runs on it any more, if so. A driver gives a lost device back to new processes only."""
-    if device is None or not native.functions.spo_device_is_lost(device.encode()):
+def _lost(devices: Sequence[str]) -> BackendError | None:
+    """Why nothing runs on one of them any more, if so. A driver gives a lost device back to new processes only."""
+    is_lost = native.functions.spo_device_is_lost
+    device = next((name for name in devices if is_lost(name.encode())), None)
+    if device is None:
         return None
     return BackendError(
         f"device {device} was lost (its driver gave up or was restarted); start the program again, "

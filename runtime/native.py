@@ -87,6 +87,7 @@ class Params(ctypes.Structure):
         ("device", c_char_p),
         ("link_rate", c_double),
         ("link_latency", c_double),
+        ("pool_devices", ctypes.POINTER(c_char_p)),
     ]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from speculoe_local.runtime import devices, machine, placement, rpc
 from speculoe_local.runtime.devices import Device
@@ -20,7 +21,7 @@ from speculoe_local.runtime.errors import ModelError, OptionError
 from speculoe_local.runtime.expertfile import ExpertFile, expert_file_path
 from speculoe_local.runtime.llama import Context, Model, Shape
 from speculoe_local.runtime.modelmap import ModelMap
-from speculoe_local.runtime.needs import HOST_RESERVE_BYTES, Needs, device_reserve, needs_of
+from speculoe_local.runtime.needs import HOST_RESERVE_BYTES, device_reserve, needs_of
 from speculoe_local.runtime.options import EngineOptions, parse_link, parse_peers
 from speculoe_local.runtime.orchestrator import NativeLoop, Orchestrator
 from speculoe_local.runtime.placement import Placement
@@ -28,7 +29,7 @@ from speculoe_local.runtime.predict import Predictor, QuasiHidden, default_name,
 from speculoe_local.runtime.sidecar import Quality, Sidecar, sidecar_path
 from speculoe_local.runtime.slots import ExpertSlots
 from speculoe_local.runtime.speculate import Speculation, quality_of
-from speculoe_local.runtime.spread import Spread, spread
+from speculoe_local.runtime.spread import Spread, over, part_of, spread
 from speculoe_local.runtime.stats import Tier
 
 __all__ = ["Opened", "open_model"]
@@ -98,23 +99,22 @@ def open_model(
     begin = time.perf_counter()
     whole = found = ModelMap.read(path)
     host = machine.look()
-    device = devices.choose(options.device)
+    chosen = devices.choose_all(options.device)
+    device = chosen[0] if chosen else None
     parts = _spread(options, whole, device, host)
     if parts is not None:
         found = parts.of(whole)  # from here on, what of it is on this machine
-    budget = placement.parse_budget(options.expert_budget)
-    most = devices.most_buffer_bytes(device) if device is not None else None
-    if options.buffers == "two-layer":
-        placed = placement.two_layers(found, most_buffer_bytes=most)
+    sizes = _Sizes(options, n_sequences, shared, host)
+    if len(chosen) > 1:
+        placed, parts = sizes.place_over(found, chosen)
     else:
-        free = None
-        if budget.is_auto:
-            ubatch = _ubatch(options, device)
-            needs = needs_of(found, options.ctx, ubatch, sequences=n_sequences, shared=shared)
-            free = found.other_bytes + _room(needs, device, host)
-        placed = placement.plan(found, budget, available_bytes=free, most_buffer_bytes=most)
-    if parts is not None:
+        placed = sizes.place(found, device)
+    if parts is not None and parts.endpoints:
         placed = _away(placed, whole, found, parts)
+    if (
+        len(chosen) > 1 and placed.kind == "slotted"
+    ):  # a device that holds all of its experts has no pools
+        found = part_of(found, [i for pool in placed.pools for i in pool.layers], rest=True)
     slotted = placed.kind == "slotted"
     sidecar = _sidecar(options, whole)
     mode = options.mode if slotted else "exact"  # with all experts at hand there is nothing to gain
@@ -129,6 +129,7 @@ def open_model(
                 Model(
                     found.files[0],
                     lazy_experts=slotted,
+                    lazy_layers=[layer.index for layer in found.layers] if parts else None,
                     repack=options.repack,
                     device=device,
                     spread=parts,
@@ -158,7 +159,7 @@ def open_model(
             Shape(
                 n_ctx=options.ctx if shared else options.ctx * n_sequences,
                 n_batch=options.batch,
-                n_ubatch=_ubatch(options, device),
+                n_ubatch=min(_ubatch(options, d) for d in (device, *chosen)),
                 n_threads=options.threads or host.cores,
                 n_seq=n_sequences,
                 unified=shared,
@@ -209,12 +210,60 @@ def _ubatch(options: EngineOptions, device: Device | None) -> int:
     return most
 
 
-def _room(needs: Needs, device: Device | None, host: machine.Machine) -> int:
-    """What experts may take of the memory that they are to be fast in, as `plan` counts it; 0 or more."""
-    if device is None:
-        return max(0, needs.room(host.available_bytes, HOST_RESERVE_BYTES, on_device=False))
-    reserve = device_reserve(device.total_bytes)
-    return max(0, needs.room(device.free_bytes, reserve, on_device=True))
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What a placement follows from besides the model and its tier."""
+
+    options: EngineOptions
+    n_sequences: int
+    shared: bool
+    host: machine.Machine
+
+    def place(
+        self, model: ModelMap, device: Device | None, budget: placement.Budget | None = None
+    ) -> Placement:
+        """Where the experts of layers in one tier lie; `budget` None is the option's."""
+        most = devices.most_buffer_bytes(device) if device is not None else None
+        if self.options.buffers == "two-layer":
+            return placement.two_layers(model, most_buffer_bytes=most)
+        budget = budget or placement.parse_budget(self.options.expert_budget)
+        free = model.other_bytes + self._room(model, device) if budget.is_auto else None
+        return placement.plan(model, budget, available_bytes=free, most_buffer_bytes=most)
+
+    def place_over(self, model: ModelMap, chosen: Sequence[Device]) -> tuple[Placement, Spread]:
+        """The same for layers on several devices, each of which takes the same share of a budget."""
+        counts, parts = over(model, chosen)
+        budget = placement.parse_budget(self.options.expert_budget)
+        if budget.nbytes is not None and model.is_moe:
+            share = min(Fraction(1), Fraction(budget.nbytes, model.routed_bytes))
+            budget = replace(budget, nbytes=None, share=share)
+        first, placed = 0, []
+        for device, count in zip(chosen, counts, strict=True):
+            here = part_of(model, range(first, first + count), rest=device is chosen[-1])
+            if here.is_moe or not model.is_moe:
+                placed.append((device, here, self.place(here, device, budget)))
+            first += count
+        slotted = [i for i, (_, _, p) in enumerate(placed) if p.kind == "slotted"]
+        for i in range(slotted[0], slotted[-1]) if slotted else ():
+            device, here, found = placed[i]
+            if found.kind == "resident":  # layers with slots predict the next one: leave no gap
+                almost = replace(budget, nbytes=here.routed_bytes - 1, share=None)
+                placed[i] = device, here, self.place(here, device, almost)
+        named = [(device.name, here, found) for device, here, found in placed]
+        return placement.join(named), parts
+
+    def _room(self, model: ModelMap, device: Device | None) -> int:
+        """What experts may take of the memory that they are to be fast in, as `plan` counts it; 0 or more."""
+        ubatch = _ubatch(self.options, device)
+        needs = needs_of(
+            model, self.options.ctx, ubatch, sequences=self.n_sequences, shared=self.shared
+        )
+        if device is None:
+            return max(
+                0, needs.room(self.host.available_bytes, HOST_RESERVE_BYTES, on_device=False)
+            )
+        reserve = device_reserve(device.total_bytes)
+        return max(0, needs.room(device.free_bytes, reserve, on_device=True))
 
 
 def _spread(

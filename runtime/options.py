@@ -16,6 +16,7 @@ __all__ = [
     "Peer",
     "Sampling",
     "parse_device",
+    "parse_devices",
     "parse_link",
     "parse_peers",
 ]
@@ -136,7 +137,8 @@ class EngineOptions:
         _one_of("--misses", self.misses, _MISSES)
         _one_of("--weights", self.weights, ("predicted", "true"))
         _one_of("--buffers", self.buffers, _BUFFERS)
-        parse_device(self.device)
+        if len(parse_devices(self.device)) > 1 and self.rpc is not None:
+            raise OptionError(f"--device {self.device} does not go with --rpc; name one device")
         _one_of("loop", self.loop, ("python", "native"))
         for name in ("threads", "ctx", "batch", "ubatch", "upload_threads"):
             value = getattr(self, name)
@@ -161,6 +163,19 @@ def parse_device(text: str) -> tuple[str, int]:
             f"--device {text[:40]!r} is not known; use auto, cpu, cuda, vulkan or metal, with :N for the N-th"
         )
     return named[1], int(named[2] or 0)
+
+
+def parse_devices(text: str) -> tuple[tuple[str, int], ...]:
+    """Read `vulkan:0,vulkan:1`: each as `parse_device`. Raises OptionError also for one named twice, and for
+    auto or cpu beside others."""
+    found = tuple(parse_device(part.strip()) for part in text.split(","))
+    if len(found) > 1 and (
+        len(set(found)) < len(found) or {"auto", "cpu"} & {kind for kind, _ in found}
+    ):
+        raise OptionError(
+            f"--device {text[:40]!r}: several devices are different ones by name; use for example cuda:0,cuda:1"
+        )
+    return found
 
 
 def parse_link(text: str) -> Link:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
 from typing import Literal
@@ -32,6 +32,7 @@ __all__ = [
     "Pool",
     "describe",
     "format_bytes",
+    "join",
     "parse_budget",
     "plan",
     "two_layers",
@@ -60,12 +61,14 @@ class Budget:
 class Pool:
     """Slots shared by `layers` (indices in the model); one slot of all its banks is `slot_bytes`.
 
-    A bank is allocated with one slot more than `slots`; see `Placement.spare_bytes`.
+    A bank is allocated with one slot more than `slots`; see `Placement.spare_bytes`. `device` names whose
+    memory holds it where several do, None otherwise.
     """
 
     layers: tuple[int, ...]
     slots: int
     slot_bytes: int
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ def plan(
         staging_buffers=buffers,
         budget_bytes=budget_bytes,
         used_bytes=_slots_bytes(pools) + buffers * staging,
-        residency=sum(p.slots for p in pools) / sum(layer.n_expert for layer in model.layers),
+        residency=sum(p.slots for p in pools) / _n_experts(model),
         smallest_bytes=smallest,
         reason="layers of equal shape share them",
     )
@@ -205,9 +208,41 @@ def two_layers(model: ModelMap, *, most_buffer_bytes: int | None = None) -> Plac
         staging_buffers=1,
         budget_bytes=used,
         used_bytes=used,
-        residency=sum(p.slots for p in pools) / sum(layer.n_expert for layer in model.layers),
+        residency=sum(p.slots for p in pools) / _n_experts(model),
         smallest_bytes=largest.smallest_bytes,
         reason="two layers' worth of buffers, nothing is kept",
+    )
+
+
+def join(parts: Sequence[tuple[str, ModelMap, Placement]]) -> Placement:
+    """One placement of several devices: by name, with the layers of each. Slotted if one of them is."""
+    slotted = [(name, model, placed) for name, model, placed in parts if placed.kind == "slotted"]
+    if not slotted:
+        placed = next((p for _, _, p in parts if p.kind == "resident"), parts[0][2])
+        return replace(
+            placed,
+            budget_bytes=sum(p.budget_bytes for _, _, p in parts),
+            used_bytes=sum(p.used_bytes for _, _, p in parts),
+            smallest_bytes=sum(p.smallest_bytes for _, _, p in parts),
+            reason=f"all {format_bytes(sum(p.used_bytes for _, _, p in parts))} of experts fit"
+            if placed.kind == "resident"
+            else placed.reason,
+        )
+    n_buffers = min(p.staging_buffers for _, _, p in slotted)
+    given_up = sum((p.staging_buffers - n_buffers) * p.staging_bytes for _, _, p in slotted)
+    held = sum(p.residency * _n_experts(model) for _, model, p in parts)
+    full = [name for name, model, p in parts if model.is_moe and p.kind == "resident"]
+    return Placement(
+        kind="slotted",
+        pools=tuple(replace(pool, device=name) for name, _, p in slotted for pool in p.pools),
+        staging_bytes=sum(p.staging_bytes for _, _, p in slotted),
+        staging_buffers=n_buffers,
+        budget_bytes=sum(p.budget_bytes for _, _, p in parts),
+        used_bytes=sum(p.used_bytes for _, _, p in parts) - given_up,
+        residency=held / sum(_n_experts(model) for _, model, _ in parts),
+        smallest_bytes=sum(p.smallest_bytes for _, _, p in parts),
+        reason="layers of equal shape share them on each device"
+        + "".join(f", all fit on {name}" for name in full),
     )
 
 
@@ -219,7 +254,8 @@ def describe(placement: Placement) -> str:
     for pool in placement.pools:
         noun, together = ("layers", "together ") if len(pool.layers) > 1 else ("layer", "")
         slots = f"{together}{pool.slots} slots of {format_bytes(pool.slot_bytes)}"
-        lines.append(f"  {noun} {_ranges(pool.layers)}: {slots}")
+        where = f" on {pool.device}" if pool.device else ""
+        lines.append(f"  {noun} {_ranges(pool.layers)}: {slots}{where}")
     lines.append(
         f"  prompts: {placement.staging_buffers} x {format_bytes(placement.staging_bytes)} of staging"
     )
@@ -356,6 +392,10 @@ def _staging_bytes(model: ModelMap) -> int:
     for matrix in (matrix for layer in model.layers for matrix in layer.matrices):
         largest[matrix.ggml_type] = max(largest.get(matrix.ggml_type, 0), matrix.nbytes)
     return sum(largest.values())
+
+
+def _n_experts(model: ModelMap) -> int:
+    return sum(layer.n_expert for layer in model.layers)
 
 
 def _slots_bytes(pools: tuple[Pool, ...]) -> int:

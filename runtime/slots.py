@@ -89,6 +89,12 @@ def _share(part: int, whole: int) -> float:
 LoopGate = tuple[int, native.GateParams, "npt.NDArray[np.float32] | None"]
 
 
+def _names(placement: Placement) -> ctypes.Array[ctypes.c_char_p] | None:
+    """Of each pool whose memory holds it, where it is not the same for all."""
+    names = [pool.device.encode() for pool in placement.pools if pool.device]
+    return (ctypes.c_char_p * len(names))(*names) if names else None
+
+
 def _loop_layers(layers: Mapping[int, LoopGate]) -> ctypes.Array[native.LoopLayer]:
     table = (native.LoopLayer * len(layers))()
     for row, (block, (source, params, default)) in zip(table, layers.items(), strict=True):
@@ -160,7 +166,8 @@ class ExpertSlots:
     ) -> None:
         """Allocates banks and staging, opens the files, starts the upload threads.
 
-        `device`, by ggml's name, is whose memory holds them; None: main memory. `misses` as --misses.
+        `device`, by ggml's name, is whose memory holds them, but for pools that name another; None: main
+        memory. `misses` as --misses.
 
         Raises BackendError when memory is short, SourceError when a file cannot be opened.
         """
@@ -213,6 +220,7 @@ class ExpertSlots:
             device=device.encode() if device else None,
             link_rate=link.rate if link else 0.0,
             link_latency=link.latency if link else 0.0,
+            pool_devices=_names(placement),
         )
         error = ctypes.create_string_buffer(1024)
         handle = ctypes.c_void_p()

@@ -17,7 +17,7 @@ from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.needs import device_reserve
 from speculoe_local.runtime.placement import format_bytes
 
-__all__ = ["Member", "Spread", "deal", "split_evenly", "spread"]
+__all__ = ["Member", "Spread", "deal", "over", "part_of", "split_evenly", "spread"]
 
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 
@@ -50,18 +50,7 @@ class Spread:
 
     def of(self, model: ModelMap) -> ModelMap:
         """What of `model` is on this machine."""
-        here = set(self.local)
-        away = {
-            name: tensor.nbytes
-            for name, tensor in model.tensors.items()
-            if (match := _BLOCK.match(name)) and int(match[1]) not in here
-        }
-        return replace(
-            model,
-            tensors={n: tensor for n, tensor in model.tensors.items() if n not in away},
-            layers=tuple(layer for layer in model.layers if layer.index in here),
-            total_bytes=model.total_bytes - sum(away.values()),
-        )
+        return part_of(model, self.local, rest=True)
 
     def describe(self) -> str:
         parts = [
@@ -113,6 +102,45 @@ def spread(
         local=tuple(local),
         remote=tuple(remote),
         endpoints=tuple(member.endpoint for member in members),
+    )
+
+
+def over(model: ModelMap, devices: Sequence[Device]) -> tuple[tuple[int, ...], Spread]:
+    """Layers for each of several local devices, in order and by what is free beside a reserve, and how llama.cpp
+    is told so. At least one layer each: raises OptionError for more devices than layers."""
+    n = len(layer_bytes(model))
+    if len(devices) > n:
+        raise OptionError(f"--device names {len(devices)} devices, the model has {n} layers")
+    free = [max(0, d.free_bytes - device_reserve(d.total_bytes)) for d in devices]
+    counts = split_evenly(n, free)
+    while 0 in counts:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return tuple(counts), Spread(
+        devices=tuple(devices),
+        shares=(*counts[:-1], counts[-1] + 1),  # the output counts as the last layer
+        n_offloaded=n + 1,
+        output_here=False,
+        local=tuple(range(n)),
+        remote=(),
+        endpoints=(),
+    )
+
+
+def part_of(model: ModelMap, layers: Sequence[int], *, rest: bool) -> ModelMap:
+    """What of `model` lies with some of its layers; `rest`: embeddings and output, too."""
+    here = set(layers)
+    tensors = {
+        name: tensor
+        for name, tensor in model.tensors.items()
+        if (int(match[1]) in here if (match := _BLOCK.match(name)) else rest)
+    }
+    away = sum(t.nbytes for name, t in model.tensors.items() if name not in tensors)
+    return replace(
+        model,
+        tensors=tensors,
+        layers=tuple(layer for layer in model.layers if layer.index in here),
+        total_bytes=model.total_bytes - away,
     )
 
 

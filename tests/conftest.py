@@ -33,9 +33,8 @@ for _driver in sorted(Path("/usr/share/vulkan/icd.d").glob("lvp_icd.*json")):
 # A build for the CPU has no device to test; one that was asked to have one and lacks it must fail.
 _WITHOUT_DEVICE = "vulkan" not in (*devices.built(), *os.environ.get("BACKEND", "").split(","))
 _ON_DEVICE = [
-    "runtime/test_device.py",
-    "runtime/test_lost_device.py",
-    "runtime/test_misses_on_device.py",
+    f"runtime/test_{name}.py"
+    for name in ("device", "lost_device", "misses_on_device", "several_devices")
 ]
 collect_ignore = _ON_DEVICE if _WITHOUT_DEVICE else []
 

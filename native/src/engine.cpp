@@ -38,9 +38,7 @@ engine::engine(const spo_params & params) :
     source_(paths_of(params), params.source),
     link_(params.link_rate, params.link_latency) {
     read_layout(params);
-    if (params.device) {
-        open_device(params);
-    }
+    open_devices(params);
     make_pools(params);
     queue_ = std::make_unique<upload_queue>(params.n_workers);
 }
@@ -83,17 +81,38 @@ void engine::read_layout(const spo_params & params) {
     }
 }
 
-// Banks of a device lie in its memory as they lie in the file; each thread that copies has a lane.
-void engine::open_device(const spo_params & params) {
+// Banks of a device lie in its memory as they lie in the file; each thread that copies has a lane to each.
+void engine::open_devices(const spo_params & params) {
     size_t largest = 0;
     for (const matrix & m : matrices_) {
         largest = std::max(largest, m.shape.bytes());
     }
-    device_         = std::make_unique<device>(params.device, params.n_workers + 1, std::max(largest, lane_bytes));
+    std::map<std::string, device *> opened;
+    for (int p = 0; p < params.n_pools; ++p) {
+        const char * name = params.pool_devices ? params.pool_devices[p] : params.device;
+        if (name && opened.count(name) == 0) {
+            devices_.push_back(std::make_unique<device>(name, params.n_workers + 1, std::max(largest, lane_bytes)));
+            opened[name] = devices_.back().get();
+        }
+        device_of_.push_back(name ? opened[name] : nullptr);
+    }
+    if (devices_.empty()) {
+        return;
+    }
     repacked_       = 0;
-    stats_.pinned   = device_->pinned();
-    stats_.overlaps = device_->async();
-    std::fill(bufts_.begin(), bufts_.end(), device_->buft());
+    stats_.pinned   = 1;
+    stats_.overlaps = 1;
+    for (const auto & d : devices_) {
+        stats_.pinned &= int32_t(d->pinned());
+        stats_.overlaps &= int32_t(d->async());
+    }
+    for (size_t m = 0; m < matrices_.size(); ++m) {
+        const device * d = device_of_[layers_[matrices_[m].layer].pool];
+        if (!d) {
+            throw std::invalid_argument("some pools lie on devices and others in main memory");
+        }
+        bufts_[m] = d->buft();
+    }
 }
 
 void engine::make_pools(const spo_params & params) {
@@ -186,6 +205,21 @@ void engine::release(layer_step & step) {
     step.n_demand = 0;
 }
 
+// Nodes of a graph run in order: whoever computes this layer has finished with the one before. Its first layers
+// follow the last ones of the graph before only where they share a device.
+void engine::pass(int layer_index) {
+    const auto on = [&](const layer_step & step) { return device_of_[layers_[step.layer].pool]; };
+    device *   at = device_of_[layers_[layer_index].pool];
+    if (tail_.layer >= 0 && on(tail_) == at) {
+        release(tail_);
+    }
+    if (now_.layer > layer_index && on(now_) != at) {
+        release(tail_);
+        std::swap(now_, tail_);
+    }
+    release(now_);
+}
+
 void engine::request(int layer_index, const id_view & ids) {
     lock held(mutex_);
     if (layer_index == acquired_ + 1) {
@@ -194,8 +228,7 @@ void engine::request(int layer_index, const id_view & ids) {
         trace_.span(SPO_SPAN_COMPUTE, acquired_ns_, layers_[acquired_].block, -1);
         window_us_ += timing_step * (1e-3f * float(window) - window_us_);
     }
-    // Nodes of a graph run in order: whoever computes this one has finished with the layer before.
-    release(now_);
+    pass(layer_index);
     drop_adoption();
     if (ahead_.layer == layer_index) {
         std::swap(now_, ahead_);
@@ -400,12 +433,12 @@ bool engine::fill(const target * targets, int n, const matrix & m, int file, uin
         bounced += targets[i].to->plain(targets[i].i) ? 0 : size;
     }
     try {
-        if (device_) {
+        if (device * to_device = device_of_[layers_[m.layer].pool]) {
             uint64_t from = offset;
             for (int i = 0; i < n; ++i) {
                 const size_t size = targets[i].to->expert_bytes();
                 for (int e = 0; e < targets[i].count; ++e, from += size) {
-                    device_->upload(
+                    to_device->upload(
                         targets[i].to->expert(targets[i].i + e), size,
                         [&](size_t at, size_t part, void * lane) { source_.read(file, from + at, part, lane); });
                 }
@@ -456,7 +489,7 @@ void engine::fill_slot(const matrix & m, int n, int expert, int slot_index) {
         in_flight_ -= 1;
         t.failed |= failed;
         t.remaining -= 1;
-        stats_.reads += device_ ? n : 1;
+        stats_.reads += on_device() ? n : 1;
         stats_.uploaded_bytes += failed ? 0 : bytes;
         if (t.remaining == 0 && t.failed) {
             pool.table.abandon(slot_index);
@@ -522,6 +555,7 @@ std::string engine::reset() {
     }
     release(now_);
     release(ahead_);
+    release(tail_);
     drop_adoption();
     interrupted_ = false;
     failed_      = false;

@@ -120,7 +120,7 @@ public:
     const moe_layer & layer(int index) const { return layers_[index]; }
     slot_pool &       pool_of(const matrix & m) { return pools_[layers_[m.layer].pool]; }
     staging &         stages() { return *staging_; }
-    bool              on_device() const { return device_ != nullptr; }
+    bool              on_device() const { return !devices_.empty(); }
     // Whether a graph of so many tokens reads slots; others stream, and leave the slots alone.
     bool decodes(const moe_layer & layer, int64_t n_used, int64_t n_tokens) const;
 
@@ -168,7 +168,7 @@ private:
     using lock = std::unique_lock<std::mutex>;
 
     void  read_layout(const spo_params & params);
-    void  open_device(const spo_params & params);
+    void  open_devices(const spo_params & params);
     void  make_pools(const spo_params & params);
     void  ask(layer_step & step, int layer, const id_view & ids); // under the lock
     bool  request_missing(layer_step & step, pinned & wanted);    // under the lock
@@ -178,6 +178,7 @@ private:
     float least_precision() const;                                // under the lock
     void  drop_upload(int layer, int slot);                       // under the lock
     void  release(layer_step & step);                             // under the lock
+    void  pass(int layer);                                        // under the lock
     void  drop_adoption();                                        // under the lock
     void  adopt(const moe_layer & layer, const id_view & ids);    // under the lock
     void  copy_adopted(const matrix & m, lock & held);
@@ -214,7 +215,8 @@ private:
     miss_mode                               misses_;
     std::unique_ptr<miss_branch>            branch_;
     file_source                             source_;
-    std::unique_ptr<device>                 device_; // null: main memory
+    std::vector<std::unique_ptr<device>>    devices_;   // none: main memory
+    std::vector<device *>                   device_of_; // [pool]; null: main memory
     modelled_link                           link_;
 
     std::mutex                        mutex_;
@@ -224,6 +226,7 @@ private:
     std::vector<std::vector<uint8_t>> staged_;      // [matrix][expert] 1: there or on its way
     layer_step                        now_;         // of the layer that runs
     layer_step                        ahead_;       // of the one after it, where predictions are executed
+    layer_step                        tail_;        // of the last layer of the graph before, on another device
     std::vector<prediction>           predictions_; // [layer]
     std::vector<pinned>               adopted_;     // slots that a prompt's layer is filling
     spo_stats                         stats_{};

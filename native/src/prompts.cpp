@@ -20,7 +20,7 @@ void engine::stream(const matrix & m, const id_view & ids) {
     }
     const moe_layer & layer = layers_[m.layer];
     lock              held(mutex_);
-    release(now_);
+    pass(m.layer);
     release(ahead_);
     if (m.position == 0) {
         drop_adoption();

@@ -3,24 +3,28 @@
 #include <algorithm>
 #include <map>
 #include <new>
+#include <utility>
 
 namespace spo {
 
 staging::staging(const std::vector<matrix_shape> & shapes, const std::vector<int> & n_expert,
                  const std::vector<ggml_backend_buffer_type_t> & bufts, int n_buffers) {
-    // A repacked buffer can hold no plain tensor, so each weight type has buffers of its own.
-    std::map<ggml_type, size_t>                     largest;
-    std::map<ggml_type, ggml_backend_buffer_type_t> buft_of;
+    // A repacked buffer can hold no plain tensor, so each weight type has buffers of its own, on each device.
+    using place = std::pair<ggml_backend_dev_t, ggml_type>;
+    std::map<place, size_t>                     largest;
+    std::map<place, ggml_backend_buffer_type_t> buft_of;
+    std::vector<place>                          places;
     for (size_t m = 0; m < shapes.size(); ++m) {
-        size_t & bytes          = largest[shapes[m].type];
-        bytes                   = std::max(bytes, bank::bytes_for(shapes[m], n_expert[m], bufts[m]));
-        buft_of[shapes[m].type] = bufts[m];
+        places.emplace_back(ggml_backend_buft_get_device(bufts[m]), shapes[m].type);
+        size_t & bytes     = largest[places[m]];
+        bytes              = std::max(bytes, bank::bytes_for(shapes[m], n_expert[m], bufts[m]));
+        buft_of[places[m]] = bufts[m];
     }
-    std::map<ggml_type, int> first;
-    for (const auto & [type, bytes] : largest) {
-        first[type] = int(stages_.size());
+    std::map<place, int> first;
+    for (const auto & [where, bytes] : largest) {
+        first[where] = int(stages_.size());
         for (int i = 0; i < n_buffers; ++i) {
-            stages_.push_back({ buffer_ptr(ggml_backend_buft_alloc_buffer(buft_of[type], bytes)), -1, 0 });
+            stages_.push_back({ buffer_ptr(ggml_backend_buft_alloc_buffer(buft_of[where], bytes)), -1, 0 });
             if (!stages_.back().memory) {
                 throw std::bad_alloc();
             }
@@ -28,10 +32,9 @@ staging::staging(const std::vector<matrix_shape> & shapes, const std::vector<int
             bytes_ += bytes;
         }
     }
-    std::map<ggml_type, int> turn;
+    std::map<place, int> turn;
     for (size_t m = 0; m < shapes.size(); ++m) {
-        const ggml_type type = shapes[m].type;
-        stage_of_.push_back(first[type] + turn[type]++ % n_buffers);
+        stage_of_.push_back(first[places[m]] + turn[places[m]]++ % n_buffers);
         banks_.push_back(std::make_unique<bank>(shapes[m], n_expert[m], stages_[stage_of_.back()].memory.get(), 0));
     }
 }

@@ -106,6 +106,8 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
         OptionError, match=r"--device vulkan:7: no such device; there are: vulkan:0 "
     ):
         devices.choose("vulkan:7")
+    with pytest.raises(OptionError, match="--device vulkan:0,vulkan:1: several devices share"):
+        devices.choose("vulkan:0,vulkan:1")  # as `plan` and `rpc-serve` do
 
 
 def test_auto_does_not_take_a_software_device() -> None:
@@ -310,7 +312,7 @@ def test_auto_takes_of_the_device_what_plan_says_it_will(
     needs = needs_of(model, 512, ROWS)
     free = GIB + needs.beside_bytes + needs.context_bytes + int(part * model.routed_bytes)
     small = replace(found, free_bytes=free, total_bytes=2 * GIB)
-    monkeypatch.setattr(devices, "choose", lambda asked: small)
+    monkeypatch.setattr(devices, "choose_all", lambda asked: (small,))
     rate = Rate(1e9, "")
     host = Host(8 * GIB, rate, rate, Card("small", 2 * GIB, free, rate, rate))
 

@@ -18,6 +18,7 @@ from speculoe_local.runtime.placement import (
     Pool,
     describe,
     format_bytes,
+    join,
     parse_budget,
     plan,
     two_layers,
@@ -396,6 +397,46 @@ def test_auto_leaves_room_for_the_spare_slot_of_each_pool() -> None:
     assert 1 == len(one.pools) < len(several.pools)
     assert several.used_bytes + several.spare_bytes <= 7 * MIB
     assert one.slots - len(several.pools) <= several.slots < one.slots
+
+
+@many
+@given(models(), models(), shares)
+def test_joined_placements_add_up(first: ModelMap, second: ModelMap, share: Fraction) -> None:
+    parts = [
+        (name, model, plan(model, nbytes(budget_between(model, share))))
+        for name, model in (("A", first), ("B", second))
+    ]
+    joined = join(parts)
+    placements = [placed for _, _, placed in parts]
+
+    assert sum(p.budget_bytes for p in placements) == joined.budget_bytes
+    assert sum(p.smallest_bytes for p in placements) == joined.smallest_bytes
+    assert joined.used_bytes <= joined.budget_bytes
+    n_experts = [sum(layer.n_expert for layer in model.layers) for _, model, _ in parts]
+    held = sum(p.residency * n for p, n in zip(placements, n_experts, strict=True))
+    assert pytest.approx(held / sum(n_experts)) == joined.residency
+    if "slotted" in {p.kind for p in placements}:
+        assert "slotted" == joined.kind
+        assert placements[0].slots + placements[1].slots == joined.slots
+        assert {n for n, _, p in parts if p.pools} == {pool.device for pool in joined.pools}
+        assert sum(p.staging_bytes for p in placements) == joined.staging_bytes
+        resident = sum(p.used_bytes for p in placements if p.kind == "resident")
+        slots = sum(pool.slots * pool.slot_bytes for pool in joined.pools)
+        staging = joined.staging_bytes * joined.staging_buffers
+        assert resident + slots + staging == joined.used_bytes
+    else:
+        assert ("resident", ()) == (joined.kind, joined.pools)
+
+
+def test_a_joined_placement_says_which_device_holds_what() -> None:
+    model = model_of(*(moe_layer(index, 8, 2) for index in range(4)))
+    placed = plan(model, parse_budget("42KiB"))
+    full = plan(model, parse_budget("100%"))
+
+    said = describe(join([("A", model, placed), ("B", model, full)]))
+
+    assert "layers of equal shape share them on each device, all fit on B" in said
+    assert "  layers 0-3: together 17 slots of 2.0 KiB on A" in said
 
 
 def test_auto_is_refused_when_too_little_is_left_or_known() -> None:

@@ -7,8 +7,16 @@ import pytest
 from speculoe_local.runtime.devices import Device
 from speculoe_local.runtime.errors import BudgetError, OptionError
 from speculoe_local.runtime.modelmap import ModelMap
-from speculoe_local.runtime.options import EngineOptions, Peer, parse_peers
-from speculoe_local.runtime.spread import Member, deal, layer_bytes, split_evenly, spread
+from speculoe_local.runtime.options import EngineOptions, Peer, parse_devices, parse_peers
+from speculoe_local.runtime.spread import (
+    Member,
+    deal,
+    layer_bytes,
+    over,
+    part_of,
+    split_evenly,
+    spread,
+)
 from tests.models.fixtures import TinyModel
 
 GIB = 1 << 30
@@ -140,3 +148,44 @@ def test_what_is_here_of_a_model_leaves_out_layers_elsewhere(tiny_model: TinyMod
     assert [0] == [layer.index for layer in here.layers]
     assert model.total_bytes - sum(layer_bytes(model)[1:]) == here.total_bytes
     assert model.other_bytes > here.other_bytes > 0
+
+
+def test_devices_are_read_one_by_one() -> None:
+    assert (("vulkan", 0), ("cuda", 1)) == parse_devices("vulkan, cuda:1")
+    assert (("auto", 0),) == parse_devices("auto")
+
+
+@pytest.mark.parametrize("text", ["vulkan,vulkan:0", "cpu,cuda", "auto,cuda:1", "cuda:0,", ","])
+def test_devices_that_do_not_go_together_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(OptionError, match="--device"):
+        EngineOptions(device=text)
+
+
+def test_several_devices_do_not_go_with_other_machines() -> None:
+    with pytest.raises(OptionError, match="does not go with --rpc; name one device"):
+        EngineOptions(device="cuda:0,cuda:1", rpc="box:1")
+
+
+def test_several_devices_share_layers_by_what_is_free_beside_a_reserve(
+    tiny_model: TinyModel,
+) -> None:
+    model = ModelMap.read(tiny_model("qwen3moe"))  # four layers
+
+    counts, found = over(model, [device("A", 5 * GIB), device("B", 3 * GIB)])
+    assert (3, 1) == counts
+    assert (3, 2) == found.shares  # the output counts as the last one's
+    assert 5 == found.n_offloaded
+    assert (1, 3) == over(model, [device("A", GIB), device("B", 9 * GIB)])[0]
+    with pytest.raises(OptionError, match="--device names 5 devices, the model has 4 layers"):
+        over(model, [device(str(i)) for i in range(5)])
+
+
+def test_parts_of_a_model_add_up_to_it(tiny_model: TinyModel) -> None:
+    model = ModelMap.read(tiny_model("qwen3moe"))
+    first, last = part_of(model, range(3), rest=False), part_of(model, range(3, 4), rest=True)
+
+    assert model.total_bytes == first.total_bytes + last.total_bytes
+    assert model.routed_bytes == first.routed_bytes + last.routed_bytes
+    assert model.layers == first.layers + last.layers
+    assert set(first.tensors) | set(last.tensors) == set(model.tensors)
+    assert "token_embd.weight" in set(last.tensors) - set(first.tensors)

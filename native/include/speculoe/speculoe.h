@@ -102,6 +102,7 @@ typedef struct {
     const char *         device;       /* whose memory holds slots and staging, by ggml's name; NULL: main memory */
     double               link_rate;    /* modelled link, bytes per second; 0: none */
     double               link_latency; /* modelled link, seconds per copy */
+    const char * const * pool_devices; /* [n_pools] the same for each pool, where they differ; or NULL */
 } spo_params;
 
 typedef struct {
