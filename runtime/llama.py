@@ -288,14 +288,19 @@ class Context:
         llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
     def state(self, sequence: int) -> npt.NDArray[np.uint8]:
-        """What a sequence holds, for `restore` into a context of the same model and build."""
+        """What a sequence holds, for `restore` into a context of the same model and build; nothing after a
+        `fault`."""
+        if self.fault:
+            return np.empty(0, np.uint8)
         size = llama.llama_state_seq_get_size(self._handle, sequence)
         room = np.empty(size, np.uint8)
         pointer = room.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         return room[: llama.llama_state_seq_get_data(self._handle, pointer, size, sequence)]
 
     def restore(self, sequence: int, data: npt.NDArray[np.uint8]) -> bool:
-        """Fill an empty sequence with a `state`. False: no room, or not from such a context."""
+        """Fill an empty sequence with a `state`. False: no room, not from such a context, or a `fault`."""
+        if self.fault:
+            return False
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         return bool(llama.llama_state_seq_set_data(self._handle, pointer, data.nbytes, sequence))
 

@@ -81,8 +81,8 @@ class DiskCache:
         return not any(common(k, tuple(tokens)) == len(tokens) for k in known)
 
     def put(self, tokens: Sequence[int], state: State) -> None:
-        """Store what `tokens` left in the KV; returns at once."""
-        if state.nbytes + 4 * len(tokens) + _MAX_HEADER > self._max_bytes:
+        """Store what `tokens` left in the KV; returns at once. An empty state is none, and not stored."""
+        if not state.nbytes or state.nbytes + 4 * len(tokens) + _MAX_HEADER > self._max_bytes:
             return
         whole = tuple(tokens)
         with self._lock:

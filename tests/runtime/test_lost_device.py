@@ -35,8 +35,12 @@ try:
         engine.forget()
         (Path.cwd() / "count").write_text(count)
         (Path.cwd() / "count").rename(os.environ["LOST_WHEN"])
-        for _ in engine.generate(LONG, sampling=Sampling(temp=0), max_tokens=40, ignore_end=True):
-            pass
+        try:
+            for _ in engine.generate(LONG, sampling=Sampling(temp=0), max_tokens=40, ignore_end=True):
+                pass
+        finally:
+            found.append(engine._opened.context.state(0).size)
+            engine.check()
 except SpeculoeError as error:
     found.append([type(error).__name__, str(error)])
 try:
@@ -93,4 +97,4 @@ def test_a_device_lost_in_an_answer_ends_it_with_one_line_and_the_process_lives(
 
     assert 0 == done.returncode, done.stderr[-2000:]
     lost = ["BackendError", LINE]
-    assert [lost, lost, on_the_cpu(path)] == json.loads(done.stdout)
+    assert [0, lost, lost, on_the_cpu(path)] == json.loads(done.stdout)

@@ -63,6 +63,14 @@ def test_a_prefix_of_what_is_stored_is_not_wanted(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_what_a_lost_device_held_is_not_stored(tmp_path: Path) -> None:
+    disk = cache(tmp_path)
+    disk.put(list(range(20)), state(1, 0))
+    disk.close()
+
+    assert [] == list(tmp_path.iterdir())
+
+
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     disk = cache(tmp_path, "one")
     disk.put(list(range(20)), state(1))
