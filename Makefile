@@ -29,7 +29,7 @@ chat: setup       ## open a chat with the embedded model; P="text" or piped stdi
 export P
 
 setup: $(STAMPS)/native $(STAMPS)/embedded ## .venv, libraries, embedded model; BACKEND=cpu, vulkan, cuda or auto
-test: setup $(STAMPS)/dev $(STAMPS)/upstream ## everything the tests need, then the whole suite
+test: setup $(STAMPS)/dev $(STAMPS)/node $(STAMPS)/lm-eval $(STAMPS)/upstream ## everything the tests need, then the whole suite
 	BACKEND=$$(sed -n 1p $(STAMPS)/backend) $(PY) -m pytest -q $(ARGS)
 
 bench: setup $(STAMPS)/upstream ## our decode loop beside the unpatched library's
@@ -103,6 +103,20 @@ $(STAMPS)/embedded: $(STAMPS)/native $(wildcard convert/data/*) convert/embedded
 $(STAMPS)/dev: $(STAMPS)/editable
 	@echo "tests: Python packages"
 	@$(PIP) install -c constraints.txt --group dev
+	@touch $@
+
+# Clients that the server is tested with: npm's, and one whose packages are too many for ours to live with.
+$(STAMPS)/node: $(addprefix tests/server/clients/node/,package.json package-lock.json)
+	@echo "tests: npm packages"
+	@{ command -v node && command -v npm; } > /dev/null || { echo "node or npm is missing; install Debian's nodejs and npm, 18 or newer"; exit 1; }
+	@mkdir -p $(STAMPS) build/node && cp $^ build/node && npm --prefix build/node ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(STAMPS)/lm-eval: tests/server/clients/lm-eval.txt constraints.txt
+	@echo "tests: lm-eval, in build/lm-eval"
+	@mkdir -p $(STAMPS)
+	@$(PYTHON) -m venv --clear build/lm-eval
+	@build/lm-eval/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt -r tests/server/clients/lm-eval.txt
 	@touch $@
 
 $(STAMPS)/upstream: $(STAMPS)/venv patches/PIN CMakeLists.txt

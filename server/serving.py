@@ -28,7 +28,11 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        # asyncio spares a connection Nagle's 40 ms only where its socket names TCP, and this one's leave it out.
+        return socket.socket(
+            family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listening.detach()
+        )
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise OptionError(

@@ -131,11 +131,14 @@ class Answer:
         token = self._chooser.choose(context, row)
         self.n_predicted += 1
         self._tick()
-        if token is None or (not self.job.ignore_end and self._vocab.ends(token)):
+        if token is None:
             return self._delta((), (), "", "stop")
         logprobs: tuple[TokenLogprob, ...] = ()
         if self.job.top_logprobs is not None:
             logprobs = (logprob_of(context.logits(row), token, self.job.top_logprobs, self._piece),)
+        if not self.job.ignore_end and self._vocab.ends(token):
+            # Who asks for a prompt's scores and one token drops the last score: there must be one for an end, too.
+            return self._delta((), logprobs if self.job.echo_logprobs else (), "", "stop")
         self.tokens.append(token)
         piece = self._vocab.piece(token, special=self.job.special)
         text = self._stops.feed(self._characters.feed(piece))

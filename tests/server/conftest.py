@@ -17,9 +17,11 @@ from speculoe_local.runtime import EngineOptions
 from speculoe_local.server.models import Models
 from speculoe_local.server.serving import Serving, listen
 from speculoe_local.server.settings import ModelSpec, Settings
+from tests.models import tiny, vocab
 from tests.models.fixtures import TinyModel
 
 _START_S = 120.0
+_FIM = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3, "fim_rep": 4, "fim_sep": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,19 @@ def tiny_settings(path: Path, **more: Any) -> Settings:
 def live(tiny_model: TinyModel) -> Iterator[Live]:
     """A server of a tiny qwen3moe."""
     with serve(tiny_settings(tiny_model("qwen3moe"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of a tiny model that fills gaps: its first bytes serve as the marks of them."""
+    usual = vocab.metadata()
+    marks = {f"tokenizer.ggml.{name}_token_id": token for name, token in _FIM.items()}
+    path = tmp_path_factory.mktemp("fim") / "fim.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab, "metadata", lambda: {**usual, **marks})
+        tiny.build("qwen3moe", path)
+    with serve(tiny_settings(path)) as running:
         yield running
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
+from tests.server.conftest import Live
 
-from tests.models import tiny, vocab
-from tests.server.conftest import Live, serve, tiny_settings
-
-FIM = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3, "fim_rep": 4, "fim_sep": 5}
 REQUEST: dict[str, Any] = {
     "id_slot": 7,
     "input_prefix": "def f(a):\n",
@@ -30,19 +25,6 @@ REQUEST: dict[str, Any] = {
     "response_fields": ["content", "timings/prompt_n", "timings/cache_n", "tokens_cached"],
     "model": "",
 }
-
-
-@pytest.fixture(scope="module")
-def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server of a tiny model whose first bytes serve as marks."""
-    usual = vocab.metadata()
-    marks = {f"tokenizer.ggml.{name}_token_id": token for name, token in FIM.items()}
-    path = tmp_path_factory.mktemp("fim") / "fim.gguf"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocab, "metadata", lambda: {**usual, **marks})
-        tiny.build("qwen3moe", path)
-    with serve(tiny_settings(path)) as running:
-        yield running
 
 
 def test_the_plugin_warms_the_cache_and_finds_it_warm(filling: Live) -> None:

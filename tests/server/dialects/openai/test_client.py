@@ -156,6 +156,32 @@ def test_echoed_scores_are_those_of_the_answer_itself(tiny: openai.OpenAI, live:
     assert np.allclose(scores.token_logprobs[1:2], others.token_logprobs[1:2], atol=2e-2)
 
 
+def test_an_echo_that_ends_at_once_has_a_score_for_its_end(tiny: openai.OpenAI, live: Live) -> None:
+    """lm-eval drops the last score as the answer's: without one it would drop the prompt's last token."""
+    (end,) = live.post("/tokenize", {"content": "<|im_end|>"}).json()["tokens"]
+    echoed = tiny.completions.create(
+        model="m",
+        prompt=[10, 20, 30],
+        max_tokens=1,
+        echo=True,
+        logprobs=1,
+        logit_bias={str(end): 100},
+    )
+    (choice,) = echoed.choices
+    assert ("stop", 1) == (choice.finish_reason, echoed.usage and echoed.usage.completion_tokens)
+    assert choice.logprobs is not None
+    assert "<|im_end|>" == (choice.logprobs.tokens or [])[-1]
+    assert [4] * 3 == [
+        len(each or ())
+        for each in (
+            choice.logprobs.tokens,
+            choice.logprobs.token_logprobs,
+            choice.logprobs.top_logprobs,
+        )
+    ]
+    assert "<|im_end|>" not in choice.text
+
+
 def test_embeddings_are_decoded_by_the_client(tiny: openai.OpenAI) -> None:
     found = tiny.embeddings.create(model="m", input=["hello", "hello", "other words"])
     one, same, other = (np.array(each.embedding) for each in found.data)
