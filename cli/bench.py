@@ -72,6 +72,9 @@ def bench(
     repack: opt.Repack = True,
     rpc: opt.Rpc = None,
     misses: opt.Misses = "upload",
+    pin: opt.Pin = "auto",
+    pin_layers: opt.PinLayers = "",
+    n_cpu_moe: opt.NCpuMoe = 0,
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
     batch: opt.Batch = 512,
@@ -98,6 +101,9 @@ def bench(
         repack=repack,
         rpc=rpc,
         misses=misses,
+        pin=pin,
+        pin_layers=pin_layers,
+        n_cpu_moe=n_cpu_moe,
     )
     names = tuple(name.strip() for name in runs.split(",") if name.strip())
     if upstream is None and Path("build/upstream/lib").is_dir():

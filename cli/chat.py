@@ -75,6 +75,9 @@ def chat(
     repack: opt.Repack = True,
     rpc: opt.Rpc = None,
     misses: opt.Misses = "upload",
+    pin: opt.Pin = "auto",
+    pin_layers: opt.PinLayers = "",
+    n_cpu_moe: opt.NCpuMoe = 0,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
@@ -110,6 +113,9 @@ def chat(
         repack=repack,
         rpc=rpc,
         misses=misses,
+        pin=pin,
+        pin_layers=pin_layers,
+        n_cpu_moe=n_cpu_moe,
     )
     conversation = Conversation(
         sampling=Sampling(

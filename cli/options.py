@@ -24,8 +24,11 @@ __all__ = [
     "MaxTokens",
     "MinP",
     "Misses",
+    "NCpuMoe",
     "Mode",
     "ModelName",
+    "Pin",
+    "PinLayers",
     "Predict",
     "Repack",
     "RepeatPenalty",
@@ -107,6 +110,28 @@ Misses = Annotated[
     Literal["upload", "cpu", "split", "auto"],
     typer.Option(
         help="Experts that are not resident: wait for their upload, let the CPU compute them, or some of either.",
+    ),
+]
+Pin = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Experts kept where a device reads by itself: a size, 50%, auto (half of free memory), 0.",
+    ),
+]
+PinLayers = Annotated[
+    str,
+    typer.Option(
+        metavar="LAYERS", show_default=False, help="Layers whose experts all get slots: 0-2,7."
+    ),
+]
+NCpuMoe = Annotated[
+    int,
+    typer.Option(
+        "--n-cpu-moe",
+        min=0,
+        metavar="N",
+        help="The CPU computes the experts of the first N layers, beside a device.",
     ),
 ]
 Device = Annotated[
@@ -207,6 +232,9 @@ def engine_options(
     repack: bool,
     rpc: str | None = None,
     misses: Literal["upload", "cpu", "split", "auto"] = "upload",
+    pin: str = "auto",
+    pin_layers: str = "",
+    n_cpu_moe: int = 0,
 ) -> EngineOptions:
     """The options above as the engine takes them."""
     from speculoe_local.runtime import EngineOptions
@@ -228,6 +256,9 @@ def engine_options(
         repack=repack,
         rpc=rpc,
         misses=misses,
+        pin=pin,
+        pin_layers=pin_layers,
+        n_cpu_moe=n_cpu_moe,
     )
 
 

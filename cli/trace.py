@@ -38,6 +38,9 @@ def trace(
     source: opt.Source = "auto",
     repack: opt.Repack = True,
     misses: opt.Misses = "upload",
+    pin: opt.Pin = "auto",
+    pin_layers: opt.PinLayers = "",
+    n_cpu_moe: opt.NCpuMoe = 0,
     threads: opt.Threads = None,
     ctx: opt.Ctx = 4096,
     batch: opt.Batch = 512,
@@ -63,6 +66,9 @@ def trace(
         source=source,
         repack=repack,
         misses=misses,
+        pin=pin,
+        pin_layers=pin_layers,
+        n_cpu_moe=n_cpu_moe,
     )
     with Engine.open(opt.resolve_model(model), options=options) as engine:
         found = runtime.record(engine, prompt, max_tokens=max_tokens or 16)

@@ -252,7 +252,7 @@ def _misses_on_cpu_s(work: Work, card: Card, hit: float) -> float:
 def _cpu_experts(
     work: Work, placed: Placement | None, room: int, model: ModelMap, fitting: int
 ) -> Mode:
-    """Whole layers' experts on the device while they fit, those of the others on the processor."""
+    """The last layers' experts on the device while they fit, those of the first on the processor."""
     card, t, host = work.host.card, work.traffic, work.host
     assert card is not None
     if not model.is_moe or (placed is not None and placed.kind != "slotted"):
@@ -265,10 +265,10 @@ def _cpu_experts(
     if room < 0:
         why = f"weights besides experts and the context lack {format_bytes(-room, up=True)} of the device"
         return Mode("cpu-experts", "exact", None, note=why)
-    by_size = sorted(model.layers, key=lambda layer: layer.n_expert * layer.expert_bytes)
-    on_device = sum(layer.n_expert_used * layer.expert_bytes for layer in by_size[:fitting])
+    last = model.layers[len(model.layers) - fitting :]
+    on_device = sum(layer.n_expert_used * layer.expert_bytes for layer in last)
     left = t.experts_bytes - on_device
-    left_whole = sum(layer.n_expert * layer.expert_bytes for layer in by_size[fitting:])
+    left_whole = model.routed_bytes - sum(la.n_expert * la.expert_bytes for la in last)
     compute = (
         work.fixed_s(True)
         + (t.weights_bytes + t.kv_bytes + on_device) / card.products.bytes_per_s
@@ -282,6 +282,7 @@ def _cpu_experts(
         compute,
         left * (1 - found) / host.disk.bytes_per_s,
         hit_rate=None,
+        options=f"--n-cpu-moe {work.n_moe - fitting}",
         note=f"experts of {fitting} of {work.n_moe} layers on the device"
         + ("" if held >= 1 else f", memory holds {held:.0%} of the others"),
     )

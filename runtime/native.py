@@ -87,6 +87,7 @@ class Params(ctypes.Structure):
         ("device", c_char_p),
         ("link_rate", c_double),
         ("link_latency", c_double),
+        ("pin_bytes", c_uint64),
         ("pool_devices", ctypes.POINTER(c_char_p)),
     ]
 
@@ -114,6 +115,7 @@ class Stats(ctypes.Structure):
         ("window_ns", c_uint64),
         ("bank_bytes", c_uint64),
         ("staging_bytes", c_uint64),
+        ("pinned_bytes", c_uint64),
         ("source", c_int32),
         ("repacked", c_int32),
         ("pinned", c_int32),

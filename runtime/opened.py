@@ -22,14 +22,14 @@ from speculoe_local.runtime.expertfile import ExpertFile, expert_file_path
 from speculoe_local.runtime.llama import Context, Model, Shape
 from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.needs import HOST_RESERVE_BYTES, device_reserve, needs_of
-from speculoe_local.runtime.options import EngineOptions, parse_link, parse_peers
+from speculoe_local.runtime.options import EngineOptions, parse_layers, parse_link, parse_peers
 from speculoe_local.runtime.orchestrator import NativeLoop, Orchestrator
 from speculoe_local.runtime.placement import Placement
 from speculoe_local.runtime.predict import Predictor, QuasiHidden, default_name, make_predictor
 from speculoe_local.runtime.sidecar import Quality, Sidecar, sidecar_path
 from speculoe_local.runtime.slots import ExpertSlots
 from speculoe_local.runtime.speculate import Speculation, quality_of
-from speculoe_local.runtime.spread import Spread, over, part_of, spread
+from speculoe_local.runtime.spread import Spread, over, part_of, spread, without_experts
 from speculoe_local.runtime.stats import Tier
 
 __all__ = ["Opened", "open_model"]
@@ -104,6 +104,8 @@ def open_model(
     parts = _spread(options, whole, device, host)
     if parts is not None:
         found = parts.of(whole)  # from here on, what of it is on this machine
+    computed = _computed_here(options, found, chosen)
+    found = without_experts(found, computed)  # and what of that is for slots
     sizes = _Sizes(options, n_sequences, shared, host)
     if len(chosen) > 1:
         placed, parts = sizes.place_over(found, chosen)
@@ -128,8 +130,10 @@ def open_model(
             closing(
                 Model(
                     found.files[0],
-                    lazy_experts=slotted,
-                    lazy_layers=[layer.index for layer in found.layers] if parts else None,
+                    lazy_experts=slotted or bool(computed),
+                    lazy_layers=[*computed, *(layer.index for layer in found.layers if slotted)]
+                    if parts or computed
+                    else None,
                     repack=options.repack,
                     device=device,
                     spread=parts,
@@ -139,6 +143,7 @@ def open_model(
         )
         slots = None
         if slotted:
+            pin_bytes = _pin_bytes(options, found, device, host)
             slots = ExpertSlots(
                 found,
                 placed,
@@ -150,10 +155,13 @@ def open_model(
                 repack=options.repack,
                 device=device.name if device else None,
                 misses=options.misses,
+                pin_bytes=pin_bytes,
                 link=parse_link(options.link) if options.link else None,
-                expert_file=_expert_file(whole),
+                # What is pinned is read once, matrix by matrix.
+                expert_file=None if pin_bytes else _expert_file(whole),
             )
             undo.callback(slots.close)
+            _note_pinned(options, pin_bytes, slots)
         context = Context(
             model,
             Shape(
@@ -184,13 +192,55 @@ def open_model(
         slots=slots,
         orchestrator=orchestrator,
         predictor=options.predict or default_name(sidecar) if orchestrator else "none",
-        tier=_tier(options, slotted, device, found, host),
+        tier=_tier(options, slotted or bool(computed), device, whole if computed else found, host),
         load_s=time.perf_counter() - begin,
         speculation=speculation,
         mode=mode,
         quality=quality,
         rounded=_rounds(options, slots, device),
     )
+
+
+def _computed_here(
+    options: EngineOptions, model: ModelMap, chosen: Sequence[Device]
+) -> tuple[int, ...]:
+    """The layers whose experts the CPU computes from the mapped file, as llama.cpp's option of that name."""
+    if options.n_cpu_moe == 0:
+        return ()
+    if len(chosen) != 1:
+        where = "several devices" if chosen else "no device to spare"
+        raise OptionError(f"--n-cpu-moe {options.n_cpu_moe}: there is {where}; leave it out")
+    if options.n_cpu_moe > len(model.layers):
+        raise OptionError(
+            f"--n-cpu-moe {options.n_cpu_moe}: only {len(model.layers)} layers have routed experts"
+        )
+    return tuple(layer.index for layer in model.layers[: options.n_cpu_moe])
+
+
+def _pin_bytes(
+    options: EngineOptions, model: ModelMap, device: Device | None, host: machine.Machine
+) -> int:
+    """How much of the experts to keep where the device reads by itself. auto: all, but at most half of what
+    memory is free; none for a driver that computes in software, whose memory that is anyway."""
+    asked = placement.parse_budget(options.pin, "--pin")
+    if device is None or not device.pins:
+        return 0
+    if asked.share is not None:
+        return int(asked.share * model.routed_bytes)
+    if asked.nbytes is not None:
+        return min(asked.nbytes, model.routed_bytes)
+    return 0 if device.is_software else min(model.routed_bytes, host.available_bytes // 2)
+
+
+def _note_pinned(options: EngineOptions, asked: int, slots: ExpertSlots) -> None:
+    pinned = slots.stats().pinned_bytes
+    largest_left = asked - pinned
+    if options.pin != "auto" and 0 < asked and largest_left > asked // 10:
+        _logger.warning(
+            "--pin %s: %s are pinned, the driver gives no more; the other experts are read from their file",
+            options.pin,
+            placement.format_bytes(pinned),
+        )
 
 
 def _rounds(options: EngineOptions, slots: ExpertSlots | None, device: Device | None) -> bool:
@@ -228,7 +278,13 @@ class _Sizes:
             return placement.two_layers(model, most_buffer_bytes=most)
         budget = budget or placement.parse_budget(self.options.expert_budget)
         free = model.other_bytes + self._room(model, device) if budget.is_auto else None
-        return placement.plan(model, budget, available_bytes=free, most_buffer_bytes=most)
+        return placement.plan(
+            model,
+            budget,
+            available_bytes=free,
+            most_buffer_bytes=most,
+            pinned=_pinned(self.options, model),
+        )
 
     def place_over(self, model: ModelMap, chosen: Sequence[Device]) -> tuple[Placement, Spread]:
         """The same for layers on several devices, each of which takes the same share of a budget."""
@@ -264,6 +320,15 @@ class _Sizes:
             )
         reserve = device_reserve(device.total_bytes)
         return max(0, needs.room(device.free_bytes, reserve, on_device=True))
+
+
+def _pinned(options: EngineOptions, model: ModelMap) -> frozenset[int]:
+    asked = parse_layers(options.pin_layers)
+    if beyond := sorted(i for i in asked if i >= model.n_layer):
+        raise OptionError(
+            f"--pin-layers {beyond[0]}: the model has layers 0 to {model.n_layer - 1}"
+        )
+    return asked
 
 
 def _spread(

@@ -22,6 +22,8 @@ __all__ = [
 ]
 
 _MODES = ("exact", "speculate", "estimate", "hybrid")
+_LAYERS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
+_MOST_LAYERS = 1 << 16
 _MISSES = ("upload", "cpu", "split", "auto")
 _BUFFERS = ("slots", "two-layer")
 _SOURCES = ("auto", "buffered", "direct", "mapped")
@@ -107,7 +109,9 @@ class EngineOptions:
     what predicted experts are weighted by in a lossy mode, the prediction or the true router. `unmeasured`
     runs such a mode although the sidecar does not say what it costs. `rpc`: `HOST:PORT[=LAYERS],...`, other
     machines that take layers. `misses`: whether what is not resident is waited for, or computed by the CPU where
-    its bytes lie, which rounds differently.
+    its bytes lie, which rounds differently. `pin`: how much of the experts is kept in memory that a device reads
+    by itself. `pin_layers`: whose experts all have slots. `n_cpu_moe`: of the first so many layers with experts the CPU
+    computes them, none has a slot.
     """
 
     expert_budget: str = "auto"
@@ -130,6 +134,9 @@ class EngineOptions:
     repack: bool = True
     rpc: str | None = None
     misses: Literal["upload", "cpu", "split", "auto"] = "upload"
+    pin: str = "auto"
+    pin_layers: str = ""
+    n_cpu_moe: int = 0
 
     def __post_init__(self) -> None:
         _one_of("--mode", self.mode, _MODES)
@@ -144,6 +151,13 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= 1 << 24:
                 raise OptionError(f"--{name.replace('_', '-')} {value} is not in 1..{1 << 24}")
+        parse_layers(self.pin_layers)
+        if not 0 <= self.n_cpu_moe <= _MOST_LAYERS:
+            raise OptionError(f"--n-cpu-moe {self.n_cpu_moe} is not in 0..{_MOST_LAYERS}")
+        if self.n_cpu_moe and self.rpc is not None:
+            raise OptionError(
+                f"--n-cpu-moe {self.n_cpu_moe} does not go with --rpc; give that machine fewer layers instead"
+            )
         if self.link is not None:
             parse_link(self.link)
         if self.rpc is not None:
@@ -176,6 +190,20 @@ def parse_devices(text: str) -> tuple[tuple[str, int], ...]:
             f"--device {text[:40]!r}: several devices are different ones by name; use for example cuda:0,cuda:1"
         )
     return found
+
+
+def parse_layers(text: str) -> frozenset[int]:
+    """Read `0-2,7`: indices of layers; "" is none. Raises OptionError for anything else."""
+    found: set[int] = set()
+    for part in text.split(",") if text.strip() else ():
+        match = _LAYERS.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < _MOST_LAYERS:
+            raise OptionError(
+                f"--pin-layers {part.strip()[:40]!r} is not a layer or a range of them; use for example 0-2,7"
+            )
+        found.update(range(first, last + 1))
+    return frozenset(found)
 
 
 def parse_link(text: str) -> Link:

@@ -17,7 +17,7 @@ whose routing differs, and those that run one after the other do not compete for
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
@@ -99,7 +99,7 @@ class Placement:
         return sum(pool.slot_bytes for pool in self.pools)
 
 
-def parse_budget(text: str) -> Budget:
+def parse_budget(text: str, option: str = "--expert-budget") -> Budget:
     """Read `2GiB`, `512 MB`, `1.5g`, `123456` (bytes), `25%` (of all routed experts) or `auto`.
 
     KiB, MiB, GiB, TiB are powers of 1024, kB, MB, GB, TB powers of 1000; the B and the case are
@@ -112,16 +112,16 @@ def parse_budget(text: str) -> Budget:
     unit = match[2].removesuffix("b") if match else "?"
     if match is None or (unit != "%" and unit not in _UNITS):
         raise OptionError(
-            f"--expert-budget {asked[:40]!r} is not a size; use for example 2GiB, 512MiB, 25% or auto"
+            f"{option} {asked[:40]!r} is not a size; use for example 2GiB, 512MiB, 25% or auto"
         )
     number = Fraction(match[1])
     if unit == "%":
         if number > 100:
-            raise OptionError(f"--expert-budget {asked} is above 100%; use at most 100%")
+            raise OptionError(f"{option} {asked} is above 100%; use at most 100%")
         return Budget(asked, share=number / 100)
     nbytes = int(number * _UNITS[unit])
     if nbytes >= 1 << 63:
-        raise OptionError(f"--expert-budget {asked} is not below 2^63 bytes; use 100% or less")
+        raise OptionError(f"{option} {asked} is not below 2^63 bytes; use 100% or less")
     return Budget(asked, nbytes=nbytes)
 
 
@@ -132,12 +132,14 @@ def plan(
     available_bytes: int | None = None,
     reserve_bytes: int = 0,
     most_buffer_bytes: int | None = None,
+    pinned: Collection[int] = (),
 ) -> Placement:
     """Spend `budget` on slots for the experts of `model`.
 
     `auto` needs `available_bytes`, the fast memory that is free before loading: all experts stay
     resident if they, the other weights and `reserve_bytes` fit in it, otherwise slots get what is
     left. No bank, its spare slot included, is larger than `most_buffer_bytes` (None: any size works).
+    Layers in `pinned` (by index) have a slot for each expert, whatever the others get.
 
     Raises BudgetError, naming the smallest budget that works, if one token's experts do not fit, and for
     experts too large for one buffer; OptionError for `auto` without `available_bytes`.
@@ -145,7 +147,7 @@ def plan(
     if not model.is_moe:
         return Placement("dense", (), 0, 0, 0, 0, 1.0, 0, "the model has no routed experts")
     staging = _staging_bytes(model)
-    least = _pools(model.layers, 0, None)
+    least = _pools(model.layers, 0, None, pinned)
     floor = _slots_bytes(least)
     smallest = min(floor + staging, model.routed_bytes)
 
@@ -165,11 +167,11 @@ def plan(
     threshold = max(_ROOMY * 2 * staging, floor + 2 * staging)
     buffers = 2 if budget_bytes >= threshold else 1
     usable = budget_bytes if buffers == 2 else min(budget_bytes, threshold - staging)
-    pools = _pools(model.layers, usable - buffers * staging, most_buffer_bytes)
+    pools = _pools(model.layers, usable - buffers * staging, most_buffer_bytes, pinned)
     if budget.is_auto and len(pools) > len(least):  # each has a spare slot
         more = sum(pool.slot_bytes for pool in pools) - spare
         left = max(usable - buffers * staging - more, floor)
-        pools = _pools(model.layers, left, most_buffer_bytes)
+        pools = _pools(model.layers, left, most_buffer_bytes, pinned)
     return Placement(
         kind="slotted",
         pools=pools,
@@ -279,27 +281,34 @@ def format_bytes(nbytes: int, *, up: bool = False) -> str:
 
 
 def _pools(
-    layers: tuple[MoeLayer, ...], slot_budget: int, most_buffer_bytes: int | None
+    layers: tuple[MoeLayer, ...],
+    slot_budget: int,
+    most_buffer_bytes: int | None,
+    pinned: Collection[int] = (),
 ) -> tuple[Pool, ...]:
     """Pools for each kind of layer: each kind gets the k of its layers, then slots are dealt round by round.
 
-    Layers are of one kind if their experts have the same shapes and are equally many. In round r each
+    Layers are of one kind if their experts have the same shapes and are equally many, and both are `pinned`
+    or neither: those have slots for all to begin with. In round r each
     layer of more than r experts, the first layers first, brings its kind one slot; those that make up
     the k are there already, whatever the budget: the layer that runs pins so many. The order of dealing
     is fixed and ends at the first slot that does not fit, so a larger budget never means fewer slots;
     less than one slot of the largest layer stays unspent, and what no buffer would hold.
     """
-    kinds = [(layer.n_expert, layer.shape_class) for layer in layers]
+    kinds = [(layer.n_expert, layer.shape_class, layer.index in pinned) for layer in layers]
     members: dict[Hashable, list[MoeLayer]] = {}
     for layer, kind in zip(layers, kinds, strict=True):
         members.setdefault(kind, []).append(layer)
     cost = {kind: group[0].expert_bytes for kind, group in members.items()}
-    slots = {kind: max(layer.n_expert_used for layer in g) for kind, g in members.items()}
     most = {kind: _most_slots(group[0], most_buffer_bytes) for kind, group in members.items()}
     room = {kind: len(g) * min(g[0].n_expert, most[kind]) for kind, g in members.items()}
+    slots = {
+        kind: room[kind] if g[0].index in pinned else max(layer.n_expert_used for layer in g)
+        for kind, g in members.items()
+    }
     left = slot_budget - sum(slots[kind] * cost[kind] for kind in slots)
     dealt = dict.fromkeys(slots, 0)
-    rounds = range(max(n_expert for n_expert, _ in kinds))
+    rounds = range(max(layer.n_expert for layer in layers))
     for kind in (kind for r in rounds for kind in kinds if r < kind[0]):
         dealt[kind] += 1
         if dealt[kind] <= slots[kind] or slots[kind] == room[kind]:

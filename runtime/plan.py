@@ -164,9 +164,9 @@ def _place(model: ModelMap, room: int) -> Placement | None:
 
 
 def _fitting_layers(model: ModelMap, room: int) -> int:
-    """How many layers' experts fit whole; smaller ones first, as the order is free."""
+    """How many layers' experts fit whole, from the last one on, as `--n-cpu-moe` has it."""
     count = 0
-    for nbytes in sorted(layer.n_expert * layer.expert_bytes for layer in model.layers):
+    for nbytes in (layer.n_expert * layer.expert_bytes for layer in reversed(model.layers)):
         room -= nbytes
         if room < 0:
             break

@@ -52,6 +52,7 @@ class SlotStats:
     window_ns: int = 0
     bank_bytes: int = 0
     staging_bytes: int = 0
+    pinned_bytes: int = 0
     source: str = "buffered"
     repacked: int = 0
     pinned: int = 0
@@ -78,7 +79,15 @@ class SlotStats:
         return _share(self.true_nonresident_predicted, self.predicted_nonresident)
 
 
-_NO_COUNTERS = ("bank_bytes", "staging_bytes", "source", "repacked", "pinned", "overlaps")
+_NO_COUNTERS = (
+    "bank_bytes",
+    "staging_bytes",
+    "pinned_bytes",
+    "source",
+    "repacked",
+    "pinned",
+    "overlaps",
+)
 
 
 def _share(part: int, whole: int) -> float:
@@ -160,6 +169,7 @@ class ExpertSlots:
         forget: bool = False,
         repack: bool = True,
         device: str | None = None,
+        pin_bytes: int = 0,
         misses: str = "upload",
         link: Link | None = None,
         expert_file: ExpertFile | None = None,
@@ -168,6 +178,7 @@ class ExpertSlots:
 
         `device`, by ggml's name, is whose memory holds them, but for pools that name another; None: main
         memory. `misses` as --misses.
+        Up to `pin_bytes` of experts are read now, into memory that the device reads by itself.
 
         Raises BackendError when memory is short, SourceError when a file cannot be opened.
         """
@@ -217,6 +228,7 @@ class ExpertSlots:
             forget=int(forget),
             repack=int(repack),
             misses=native.MISSES[misses],
+            pin_bytes=pin_bytes,
             device=device.encode() if device else None,
             link_rate=link.rate if link else 0.0,
             link_latency=link.latency if link else 0.0,

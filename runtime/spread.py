@@ -8,7 +8,7 @@ Knows no socket and no model in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from speculoe_local.runtime.devices import Device
@@ -17,7 +17,16 @@ from speculoe_local.runtime.modelmap import ModelMap
 from speculoe_local.runtime.needs import device_reserve
 from speculoe_local.runtime.placement import format_bytes
 
-__all__ = ["Member", "Spread", "deal", "over", "part_of", "split_evenly", "spread"]
+__all__ = [
+    "Member",
+    "Spread",
+    "deal",
+    "over",
+    "part_of",
+    "split_evenly",
+    "spread",
+    "without_experts",
+]
 
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 
@@ -140,6 +149,16 @@ def part_of(model: ModelMap, layers: Sequence[int], *, rest: bool) -> ModelMap:
         model,
         tensors=tensors,
         layers=tuple(layer for layer in model.layers if layer.index in here),
+        total_bytes=model.total_bytes - away,
+    )
+
+
+def without_experts(model: ModelMap, layers: Collection[int]) -> ModelMap:
+    """`model` as if those of its layers had no routed experts: the CPU computes them, whatever else goes where."""
+    away = sum(la.n_expert * la.expert_bytes for la in model.layers if la.index in layers)
+    return replace(
+        model,
+        layers=tuple(layer for layer in model.layers if layer.index not in layers),
         total_bytes=model.total_bytes - away,
     )
 

@@ -34,7 +34,7 @@ for _driver in sorted(Path("/usr/share/vulkan/icd.d").glob("lvp_icd.*json")):
 _WITHOUT_DEVICE = "vulkan" not in (*devices.built(), *os.environ.get("BACKEND", "").split(","))
 _ON_DEVICE = [
     f"runtime/test_{name}.py"
-    for name in ("device", "lost_device", "misses_on_device", "several_devices")
+    for name in ("device", "lost_device", "misses_on_device", "pinned_on_device", "several_devices")
 ]
 collect_ignore = _ON_DEVICE if _WITHOUT_DEVICE else []
 

@@ -46,9 +46,8 @@ public:
     size_t        expert_bytes() const { return shape_.bytes(); }
 
     // Where expert i's bytes may be written in the file's own layout, or null: then use write(), or, on a
-    // device, upload to the tensor of each expert.
-    void *        plain(int i) const;
-    ggml_tensor * expert(int i) const { return experts_[i]; }
+    // device, upload to the tensor.
+    void * plain(int i) const;
     // Whole experts [i, i + count) from bytes in the file's layout.
     void write(int i, int count, const void * bytes);
     // Expert j of another bank of the same shape and buffer type.

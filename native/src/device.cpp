@@ -85,18 +85,27 @@ bool device::is_lost(const char * name) {
     }
 }
 
-void device::upload(ggml_tensor * to, size_t size, const reader & read) {
-    struct holder {
-        device & owner;
-        lane &   l;
-        ~holder() { owner.give(l); }
-    } held{ *this, take() };
+struct device::held_lane {
+    explicit held_lane(device & of) : owner(of), l(of.take()) {}
+    ~held_lane() { owner.give(l); }
+    device & owner;
+    lane &   l;
+};
+
+void device::upload(ggml_tensor * to, size_t offset, size_t size, const reader & read) {
+    const held_lane held(*this);
     for (size_t at = 0; at < size; at += lane_bytes_) {
         const size_t n = std::min(lane_bytes_, size - at);
         read(at, n, held.l.staging);
-        ggml_backend_tensor_set_async(held.l.backend.get(), to, held.l.staging, at, n);
+        ggml_backend_tensor_set_async(held.l.backend.get(), to, held.l.staging, offset + at, n);
         ggml_backend_synchronize(held.l.backend.get());
     }
+}
+
+void device::upload(ggml_tensor * to, size_t offset, size_t size, const void * pinned) {
+    const held_lane held(*this);
+    ggml_backend_tensor_set_async(held.l.backend.get(), to, pinned, offset, size);
+    ggml_backend_synchronize(held.l.backend.get());
 }
 
 device::lane & device::take() {

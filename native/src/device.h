@@ -28,6 +28,8 @@ public:
     device & operator=(const device &) = delete;
 
     ggml_backend_buffer_type_t buft() const { return ggml_backend_dev_buffer_type(dev_); }
+    // What such memory is made of; null where the device reads none.
+    ggml_backend_buffer_type_t host_buft() const { return ggml_backend_dev_host_buffer_type(dev_); }
     bool                       pinned() const { return pinned_; } // lanes stage in pinned memory
     bool                       async() const { return async_; }   // copies of a lane run beside graphs
 
@@ -35,9 +37,11 @@ public:
     static bool is_lost(const char * name);
 
     using reader = std::function<void(size_t at, size_t n, void * to)>;
-    // Fills bytes [0, size) of `to` with what `read` brings, through a lane, and returns once they are in
-    // device memory. Any thread. What `read` throws leaves.
-    void upload(ggml_tensor * to, size_t size, const reader & read);
+    // Fills bytes [offset, offset + size) of `to` with what `read` brings, through the staging of a lane, or
+    // with what lies in memory that the device reads by itself, and returns once they are in device memory.
+    // Any thread. What `read` throws leaves.
+    void upload(ggml_tensor * to, size_t offset, size_t size, const reader & read);
+    void upload(ggml_tensor * to, size_t offset, size_t size, const void * pinned);
 
 private:
     struct lane {
@@ -46,6 +50,7 @@ private:
         void *      staging = nullptr;
         bool        busy    = false;
     };
+    struct held_lane;
     lane & take();
     void   give(lane & l);
 

@@ -113,6 +113,25 @@ void engine::open_devices(const spo_params & params) {
         }
         bufts_[m] = d->buft();
     }
+    pin(params.pin_bytes);
+}
+
+void engine::pin(uint64_t most) {
+    const ggml_backend_buffer_type_t buft = devices_.front()->host_buft();
+    if (most == 0 || !buft) {
+        return;
+    }
+    std::vector<pinned_experts::range> all;
+    for (const matrix & m : matrices_) {
+        all.push_back({ m.file, m.offset, m.shape.bytes() * size_t(m.n_expert) });
+    }
+    pinned_             = std::make_unique<pinned_experts>(buft, source_, all, size_t(most));
+    stats_.pinned_bytes = pinned_->bytes();
+}
+
+ggml_tensor * engine::in_memory(const matrix & m, ggml_tensor * mapped) {
+    ggml_tensor * found = pinned_ ? pinned_->tensor(m.file, m.offset, m.shape, m.n_expert) : nullptr;
+    return found ? found : mapped;
 }
 
 void engine::make_pools(const spo_params & params) {
@@ -435,13 +454,18 @@ bool engine::fill(const target * targets, int n, const matrix & m, int file, uin
     try {
         if (device * to_device = device_of_[layers_[m.layer].pool]) {
             uint64_t from = offset;
-            for (int i = 0; i < n; ++i) {
-                const size_t size = targets[i].to->expert_bytes();
-                for (int e = 0; e < targets[i].count; ++e, from += size) {
-                    to_device->upload(
-                        targets[i].to->expert(targets[i].i + e), size,
-                        [&](size_t at, size_t part, void * lane) { source_.read(file, from + at, part, lane); });
+            for (int i = 0; i < n; ++i) { // experts of a bank lie side by side, as in the file
+                const size_t expert_bytes = targets[i].to->expert_bytes();
+                const size_t size         = size_t(targets[i].count) * expert_bytes;
+                const size_t to           = size_t(targets[i].i) * expert_bytes;
+                if (const uint8_t * ready = pinned_ ? pinned_->find(file, from, size) : nullptr) {
+                    to_device->upload(targets[i].to->tensor(), to, size, ready);
+                } else {
+                    to_device->upload(targets[i].to->tensor(), to, size, [&](size_t at, size_t part, void * lane) {
+                        source_.read(file, from + at, part, lane);
+                    });
                 }
+                from += size;
             }
             link_.pass(begin, bytes);
             return true;

@@ -6,6 +6,7 @@
 #include "device.h"
 #include "link.h"
 #include "misses.h"
+#include "pinned.h"
 #include "slots.h"
 #include "source.h"
 #include "speculation.h"
@@ -128,6 +129,8 @@ public:
     miss_branch * misses() { return branch_.get(); }
     void          set_misses(std::unique_ptr<miss_branch> branch) { branch_ = std::move(branch); }
     bool          shares_misses() const { return misses_ != miss_mode::upload; }
+    // A matrix's experts in main memory, `mapped` if nothing nearer.
+    ggml_tensor * in_memory(const matrix & m, ggml_tensor * mapped);
     // While a graph is built.
     void allow_cpu(int layer, bool can) { layers_[layer].cpu_misses = can; }
     void set_input(int layer, int64_t n) { layers_[layer].n_input = n; }
@@ -169,6 +172,7 @@ private:
 
     void  read_layout(const spo_params & params);
     void  open_devices(const spo_params & params);
+    void  pin(uint64_t most);
     void  make_pools(const spo_params & params);
     void  ask(layer_step & step, int layer, const id_view & ids); // under the lock
     bool  request_missing(layer_step & step, pinned & wanted);    // under the lock
@@ -217,6 +221,7 @@ private:
     file_source                             source_;
     std::vector<std::unique_ptr<device>>    devices_;   // none: main memory
     std::vector<device *>                   device_of_; // [pool]; null: main memory
+    std::unique_ptr<pinned_experts>         pinned_;
     modelled_link                           link_;
 
     std::mutex                        mutex_;

@@ -373,10 +373,10 @@ ggml_tensor * miss_product(ggml_context * ctx, ggml_cgraph * gf, engine & owner,
                            ggml_tensor * w, ggml_tensor * cur) {
     ggml_tensor * product = ggml_mul_mat_id(ctx, owner.pool_of(m).banks[m.position].tensor(), cur, misses.slots());
     if (m.position + 1 < owner.layer(m.layer).n_matrices) {
-        misses.product(product, w);
+        misses.product(product, owner.in_memory(m, w));
         return product;
     }
-    ggml_tensor * missing = misses.finish(ctx, cur, w);
+    ggml_tensor * missing = misses.finish(ctx, cur, owner.in_memory(m, w));
     if (!missing) {
         return product;
     }

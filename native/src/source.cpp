@@ -153,6 +153,14 @@ void file_source::read(int file, uint64_t offset, const piece * pieces, int n) c
     }
 }
 
+void file_source::forget(int file, uint64_t offset, size_t size) const {
+#ifdef POSIX_FADV_DONTNEED
+    posix_fadvise(files_[file].fd, off_t(offset), off_t(size), POSIX_FADV_DONTNEED);
+#else
+    (void) file, (void) offset, (void) size;
+#endif
+}
+
 void file_source::read_buffered(const opened & file, uint64_t offset, const piece * pieces, int n) const {
     const size_t                  size = total(pieces, n);
     std::array<iovec, max_pieces> parts;

@@ -34,6 +34,9 @@ public:
     // Fills `to` with bytes [offset, offset + size) of a file; all or source_error. Any thread.
     void read(int file, uint64_t offset, size_t size, void * to) const;
 
+    // The system need not keep these bytes: they have been read to stay elsewhere.
+    void forget(int file, uint64_t offset, size_t size) const;
+
     int kind() const { return kind_; } // spo_source in use, after falling back
 
 private:

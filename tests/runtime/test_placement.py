@@ -259,6 +259,28 @@ def test_each_shape_gets_slots_in_proportion_to_its_layers() -> None:
     assert (Pool((0,), 10, 2 * slot), Pool((1, 2, 3, 4), 40, slot)) == placement.pools
 
 
+@many
+@given(model=models(), share=shares, data=st.data())
+def test_pinned_layers_have_a_slot_for_each_expert_and_the_rest_its_own(
+    model: ModelMap, share: Fraction, data: st.DataObject
+) -> None:
+    pinned = data.draw(st.sets(st.sampled_from([layer.index for layer in model.layers])))
+    smallest = plan(model, parse_budget("100%"), pinned=pinned).smallest_bytes
+    budget = smallest + int(share * (model.routed_bytes - smallest))
+
+    placed = plan(model, nbytes(budget), pinned=pinned)
+
+    assert placed.used_bytes <= budget
+    for pool in placed.pools:
+        layers = [model.layer(index) for index in pool.layers]
+        inside = {layer.index in pinned for layer in layers}
+        assert 1 == len(inside)
+        if inside == {True}:
+            assert sum(layer.n_expert for layer in layers) == pool.slots
+        else:
+            assert max(layer.n_expert_used for layer in layers) <= pool.slots
+
+
 def test_a_dense_model_needs_nothing() -> None:
     placement = plan(model_of(other_bytes=5), parse_budget("1KiB"))
 

@@ -102,6 +102,7 @@ typedef struct {
     const char *         device;       /* whose memory holds slots and staging, by ggml's name; NULL: main memory */
     double               link_rate;    /* modelled link, bytes per second; 0: none */
     double               link_latency; /* modelled link, seconds per copy */
+    uint64_t             pin_bytes;    /* experts kept in memory that the device reads by itself, at most; 0: none */
     const char * const * pool_devices; /* [n_pools] the same for each pool, where they differ; or NULL */
 } spo_params;
 
@@ -125,6 +126,7 @@ typedef struct {
     uint64_t window_ns;                  /* from one layer having its experts to the next layer asking for its own */
     uint64_t bank_bytes;                 /* memory of slots */
     uint64_t staging_bytes;              /* memory of staging */
+    uint64_t pinned_bytes;               /* experts that uploads take from pinned memory without reading a file */
     int32_t  source;                     /* spo_source really in use */
     int32_t  repacked;                   /* matrices kept in a repacked layout */
     int32_t  pinned;                     /* 1: uploads to a device leave from pinned memory */
