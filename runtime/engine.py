@@ -422,7 +422,9 @@ class _Meter:
             completion_tokens=self._count,
             ttft_s=self._first - self._begin,
             decode_s=self._last - self._first,
-            slots=self._engine.slot_stats().since(self._before),
+            slots=self._engine.slot_stats().since(self._before)
+            if self._engine.slots is not None
+            else self._before,
             logits_sha256=self._digest.hexdigest() if self._digest is not None else None,
         )
 

@@ -60,8 +60,7 @@ class SlotStats:
 
     def since(self, before: SlotStats) -> SlotStats:
         """The counters' growth since `before`; sizes and names stay."""
-        counters = [f.name for f in fields(self) if f.name not in _NO_COUNTERS]
-        return replace(self, **{n: getattr(self, n) - getattr(before, n) for n in counters})
+        return replace(self, **{n: getattr(self, n) - getattr(before, n) for n in _COUNTERS})
 
     @property
     def recall(self) -> float:
@@ -88,6 +87,7 @@ _NO_COUNTERS = (
     "pinned",
     "overlaps",
 )
+_COUNTERS = tuple(f.name for f in fields(SlotStats) if f.name not in _NO_COUNTERS)
 
 
 def _share(part: int, whole: int) -> float:
