@@ -113,9 +113,8 @@ def open_model(
         placed = sizes.place(found, device)
     if parts is not None and parts.endpoints:
         placed = _away(placed, whole, found, parts)
-    if (
-        len(chosen) > 1 and placed.kind == "slotted"
-    ):  # a device that holds all of its experts has no pools
+    if len(chosen) > 1 and placed.kind == "slotted":
+        # A device that holds all of its experts has no pools.
         found = part_of(found, [i for pool in placed.pools for i in pool.layers], rest=True)
     slotted = placed.kind == "slotted"
     sidecar = _sidecar(options, whole)
@@ -234,8 +233,7 @@ def _pin_bytes(
 
 def _note_pinned(options: EngineOptions, asked: int, slots: ExpertSlots) -> None:
     pinned = slots.stats().pinned_bytes
-    largest_left = asked - pinned
-    if options.pin != "auto" and 0 < asked and largest_left > asked // 10:
+    if asked - pinned > asked // 10:  # less is what the next matrix would not have fitted into
         _logger.warning(
             "--pin %s: %s are pinned, the driver gives no more; the other experts are read from their file",
             options.pin,

@@ -27,6 +27,8 @@ namespace spo {
 
 class engine;
 
+constexpr float timing_step = 0.05f; // weight of the newest duration in a moving average
+
 // One expert tensor of the model.
 struct matrix {
     engine *     owner;
