@@ -17,7 +17,7 @@ from speculoe_local.runtime.modelmap import ModelMap
 
 __all__ = ["HOST_RESERVE_BYTES", "Needs", "Traffic", "device_reserve", "needs_of", "traffic_of"]
 
-HOST_RESERVE_BYTES = 512 << 20  # the program itself
+HOST_RESERVE_BYTES = 256 << 20  # the program itself takes about 100 MiB, the server 200
 DEVICE_RESERVE_BYTES = 1 << 30  # at least; drivers keep some, and so do others on the device
 
 _F16, _F32 = 2, 4
