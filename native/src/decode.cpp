@@ -103,30 +103,37 @@ void engine::ask(layer_step & step, int layer_index, const id_view & ids) {
     }
     judge_predictions(step);
     // First pin what is here, so that what is missing cannot take its place.
+    std::vector<pinned *> late; // what is on its way, then what is not
     for (pinned & w : step.wanted) {
         table.use(pl, w.expert);
-        const bool ready = w.slot >= 0 && table.at(w.slot).state == slot_state::ready;
-        stats_.hits += ready;
-        if (!ready && layer.cpu_misses && misses_ == miss_mode::cpu) {
-            w.slot = -1; // nothing is waited for
-        } else if (w.slot >= 0) {
-            table.pin(w.slot);
-            step.pins.push_back(w);
-            queue_->promote(pool.transfers[w.slot].id); // what is left of a prediction overtakes the others
+        if (w.slot >= 0 && table.at(w.slot).state == slot_state::ready) {
+            hold(step, w);
+            stats_.hits += 1;
+        } else {
+            late.insert(w.slot >= 0 ? late.begin() : late.end(), &w);
         }
     }
     table.settle(pl);
     stats_.requests += step.wanted.size();
     step.asked_ns = now_ns();
-    if (layer.cpu_misses) {
-        share_misses(step);
-    }
-    for (pinned & w : step.wanted) {
-        if (w.slot < 0 && !w.on_cpu) {
-            step.n_demand += 1;
-            request_missing(step, w);
+    step.n_cpu    = layer.cpu_misses ? share_misses(int(late.size())) : 0;
+    step.n_demand = int(late.size()) - step.n_cpu;
+    stats_.cpu_experts += uint64_t(step.n_cpu);
+    // The likeliest are uploaded, as routers name them first: those come again soonest.
+    std::for_each(late.end() - step.n_cpu, late.end(), [](pinned * w) {
+        w->on_cpu = true;
+        w->slot   = -1;
+    });
+    std::for_each(late.begin(), late.end() - step.n_cpu, [&](pinned * w) {
+        if (w->slot >= 0) {
+            hold(step, *w);
         }
-    }
+    });
+    std::for_each(late.begin(), late.end() - step.n_cpu, [&](pinned * w) {
+        if (w->slot < 0) {
+            request_missing(step, *w);
+        }
+    });
     for (const pinned & w : step.wanted) { // what was computed elsewhere may be asked for again
         if (w.on_cpu && in_flight_ < admitted * layer.n_copies() && table.find(pl, w.expert) < 0) {
             start_upload(layer_index, w.expert, /*predicted*/ false, /*urgent*/ false);
@@ -134,26 +141,28 @@ void engine::ask(layer_step & step, int layer_index, const id_view & ids) {
     }
 }
 
-// The first of the missing are uploaded: routers name the likeliest first, and those come again soonest.
-void engine::share_misses(layer_step & step) {
-    const int misses =
-        int(std::count_if(step.wanted.begin(), step.wanted.end(), [](const pinned & w) { return w.slot < 0; }));
+// The slot stays until the step has been computed; what is left of a prediction overtakes the others.
+void engine::hold(layer_step & step, const pinned & wanted) {
+    slot_pool & pool = pools_[wanted.pool];
+    pool.table.pin(wanted.slot);
+    step.pins.push_back(wanted);
+    queue_->promote(pool.transfers[wanted.slot].id);
+}
+
+// How many of so many that are not there the CPU computes. Either way is tried again once in a while.
+int engine::share_misses(int misses) {
     int on_cpu = cpu_share(misses_, misses, upload_us_, cpu_us_);
-    if (misses_ == miss_mode::automatic && misses > 0) {
-        if (on_cpu == 0 && ++without_cpu_ > stale_after) {
-            on_cpu = 1;
-        } else if (on_cpu == misses && ++without_upload_ > stale_after) {
-            on_cpu = misses - 1;
-        }
-        without_cpu_    = on_cpu > 0 ? 0 : without_cpu_;
-        without_upload_ = on_cpu < misses ? 0 : without_upload_;
+    if (misses_ != miss_mode::automatic || misses == 0) {
+        return on_cpu;
     }
-    step.n_cpu = on_cpu;
-    stats_.cpu_experts += uint64_t(on_cpu);
-    for (auto w = step.wanted.rbegin(); w != step.wanted.rend() && on_cpu > 0; ++w) {
-        w->on_cpu = w->slot < 0;
-        on_cpu -= w->on_cpu;
+    if (on_cpu == 0 && ++without_cpu_ > stale_after) {
+        on_cpu = 1;
+    } else if (on_cpu == misses && ++without_upload_ > stale_after) {
+        on_cpu = misses - 1;
     }
+    without_cpu_    = on_cpu > 0 ? 0 : without_cpu_;
+    without_upload_ = on_cpu < misses ? 0 : without_upload_;
+    return on_cpu;
 }
 
 void engine::missing(const id_view & ids, int32_t * experts) {

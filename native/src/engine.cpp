@@ -303,7 +303,7 @@ void engine::fill_slot(const matrix & m, int n, int expert, int slot_index) {
             pool.table.abandon(slot_index);
         } else if (t.remaining == 0) {
             pool.table.ready(slot_index);
-            landed_ns_ = now_ns();
+            landed_ns_ = pool.table.at(slot_index).pins > 0 ? now_ns() : landed_ns_;
             stats_.uploads += 1;
         }
     }

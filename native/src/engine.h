@@ -178,7 +178,8 @@ private:
     void  make_pools(const spo_params & params);
     void  ask(layer_step & step, int layer, const id_view & ids); // under the lock
     bool  request_missing(layer_step & step, pinned & wanted);    // under the lock
-    void  share_misses(layer_step & step);                        // under the lock
+    void  hold(layer_step & step, const pinned & wanted);         // under the lock
+    int   share_misses(int misses);                               // under the lock
     void  measure(const layer_step & step);                       // under the lock
     void  judge_predictions(const layer_step & step);             // under the lock
     float least_precision() const;                                // under the lock
@@ -245,8 +246,8 @@ private:
     float                             upload_us_   = 0; // the same of an expert that was waited for ...
     float                             cpu_us_      = 0; // ... and of one that the CPU computed, see cpu_share
     int                               without_cpu_ = 0, without_upload_ = 0; // steps with misses since the last one
-    uint64_t                          landed_ns_ = 0;                        // when the newest upload was complete
-    uint64_t                          cpu_ns_    = 0;                        // when the CPU began
+    uint64_t                          landed_ns_ = 0; // when the newest upload that is waited for was complete
+    uint64_t                          cpu_ns_    = 0; // when the CPU began
     uint64_t                          next_id_   = 1;
     int                               in_flight_ = 0; // copies queued or running
 
