@@ -216,9 +216,15 @@ void missing_op(ggml_tensor * dst, int ith, int, void * data) {
 }
 
 void wait_op(ggml_tensor * dst, int ith, int, void * data) {
-    if (ith == 0) {
-        auto & layer = *static_cast<const moe_layer *>(data);
+    if (ith != 0) {
+        return;
+    }
+    auto & layer = *static_cast<const moe_layer *>(data);
+    try {
         layer.owner->acquire(index_of(layer), view(dst->src[0]), static_cast<int32_t *>(dst->data));
+    } catch (const std::exception & e) {
+        layer.owner->fail(e.what());
+        std::memset(dst->data, 0, ggml_nbytes(dst));
     }
 }
 
