@@ -65,9 +65,9 @@ def test_the_installed_wheel_answers_without_the_checkout(
     program = (
         "import speculoe_local, sys\n"
         f"assert speculoe_local.__file__.startswith({str(target)!r}), speculoe_local.__file__\n"
-        "from speculoe_local.runtime import Engine, EngineOptions\n"
+        "from speculoe_local.runtime import Engine, EngineOptions, Sampling\n"
         "with Engine.open(sys.argv[1], options=EngineOptions(expert_budget='50%')) as engine:\n"
-        "    *_, last = engine.generate('hello', max_tokens=4)\n"
+        "    *_, last = engine.generate('hello', sampling=Sampling(temp=0), max_tokens=4, ignore_end=True)\n"
         "    print(engine.info.tier, last.stats.completion_tokens)\n"
     )
     done = subprocess.run(
