@@ -130,12 +130,12 @@ def test_nothing_waits_for_a_slow_link_and_slots_fill_all_the_same(tiny_model: T
 
 
 def test_where_the_link_is_slow_auto_leaves_most_to_the_cpu(tiny_model: TinyModel) -> None:
-    with opened(tiny_model("qwen3moe"), options("auto", link="1MB/s")) as model:
+    with opened(tiny_model("qwen3moe"), options("auto", link="300KB/s")) as model:
         decoded(model, 40)
 
         assert model.slots is not None
         stats = model.slots.stats()
-        assert 0.8 < stats.cpu_experts / (stats.requests - stats.hits)
+        assert 0.6 < stats.cpu_experts / (stats.requests - stats.hits)
 
 
 def test_a_lossy_answer_is_the_same_whoever_computes(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from speculoe_local.runtime import Engine, EngineOptions, opened
 from speculoe_local.runtime.errors import BudgetError, OptionError, SourceError
 from speculoe_local.runtime.modelmap import ModelMap
+from speculoe_local.runtime.opened import open_model
 from speculoe_local.runtime.slots import ExpertSlots, SlotStats
 from speculoe_local.runtime.stats import Stats
 from tests.models.fixtures import TinyModel
 from tests.models.tiny import split
+from tests.runtime.reference import Logits
 from tests.runtime.test_device import LONG, PROMPT, answer, options, resident
 
 
@@ -51,14 +55,21 @@ def test_a_split_model_is_pinned_from_all_its_files(tiny_model: TinyModel, tmp_p
 
 
 def test_pinned_experts_are_what_the_cpu_computes_misses_from(tiny_model: TinyModel) -> None:
-    path = tiny_model("qwen3moe")
-    found = {
-        pin: answered(path, options("45%", misses="cpu", predict="none", pin=pin))
-        for pin in ("0", "100%")
-    }
+    """Which experts have landed, and so the bits, is a matter of time: what they come to is not."""
+    path = tiny_model("qwen3moe", "F16")
 
-    assert found["0"].logits_sha256 == found["100%"].logits_sha256
-    assert 0 < found["100%"].slots.cpu_experts
+    def first(chosen: EngineOptions) -> tuple[Logits, int]:
+        with closing(open_model(path, options=chosen)) as model:
+            assert 0 == model.context.decode(PROMPT[:4], 0)
+            assert 0 == model.context.decode([9], 4)
+            cpu_experts = model.slots.stats().cpu_experts if model.slots else 0
+            return model.context.logits().copy(), cpu_experts
+
+    expected, _ = first(options("100%"))
+    got, cpu_experts = first(options("45%", misses="cpu", predict="none", pin="100%"))
+
+    assert 0 < cpu_experts
+    assert float(np.abs(got - expected).max()) < 0.05 * float(np.abs(expected).max())
 
 
 def test_a_software_driver_is_given_no_pinned_memory_unasked(tiny_model: TinyModel) -> None:
