@@ -29,14 +29,12 @@ import typer.main
 from speculoe_local.cli.app import app
 from speculoe_local.convert.calibrate import calibrate
 from speculoe_local.runtime import EngineOptions
-from tests.models import tiny, vocab
 from tests.models.fixtures import TinyModel
 from tests.server.conftest import Live, serve, tiny_settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "server.md"
 HERE = "http://127.0.0.1:8080"
 SETTINGS = ("json", "toml", "vim", "yaml")
-FIM = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3, "fim_rep": 4, "fim_sep": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +69,6 @@ def sections() -> dict[str, list[Block]]:
 
 
 SECTIONS = sections()
-
-
-@pytest.fixture(scope="module")
-def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A model that has marks for fill-in-the-middle: its first bytes."""
-    usual = vocab.metadata()
-    marks = {f"tokenizer.ggml.{name}_token_id": token for name, token in FIM.items()}
-    path = tmp_path_factory.mktemp("fim") / "fim.gguf"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocab, "metadata", lambda: {**usual, **marks})
-        tiny.build("qwen3moe", path)
-    with serve(tiny_settings(path)) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
