@@ -223,6 +223,8 @@ def _pin_bytes(
     memory is free; none for a driver that computes in software, whose memory that is anyway."""
     asked = placement.parse_budget(options.pin, "--pin")
     if device is None or not device.pins:
+        if asked.nbytes or asked.share:
+            _logger.warning("--pin %s: no device here reads main memory by itself", options.pin)
         return 0
     if asked.share is not None:
         return int(asked.share * model.routed_bytes)

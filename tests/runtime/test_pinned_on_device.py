@@ -87,6 +87,16 @@ def test_less_pinned_memory_than_asked_for_is_said(caplog: pytest.LogCaptureFixt
     assert "--pin 50%: 1000 B are pinned, the driver gives no more" in caplog.text
 
 
+def test_nothing_is_pinned_without_a_device_and_that_is_said(
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        stats = answered(tiny_model("qwen3moe"), options(device="cpu", pin="50%"))
+
+    assert 0 == stats.slots.pinned_bytes
+    assert "--pin 50%: no device here reads main memory by itself" in caplog.text
+
+
 def test_a_file_cut_short_while_it_is_pinned_is_one_clear_error(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
